@@ -1,0 +1,163 @@
+"""Config: the tuning knobs of a normal-mode call, with DeepEP V1's values and size hints.
+
+The numbers of the tables and the formulas of the hints are DeepEP V1's, so that a program which sizes its buffer
+from them asks for the same bytes as before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from deep_ep.errors import ConfigError
+
+topk_idx_t = torch.int64
+"""The dtype of expert ids that this library hands out and prefers to be given."""
+
+_NUM_MAX_NVL_PEERS = 8
+_NUM_MAX_TOPK = _NUM_MAX_SCALES = 128
+_BUFFER_ALIGNMENT_BYTES = 128
+_NUM_META_BYTES = 8
+
+
+def _align(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How a normal-mode call is cut up (DeepEP V1's ``Config``).
+
+    Args:
+        num_sms: Upper bound on the streaming multiprocessors a call uses. ``num_sms // 2`` is the number of
+            channels, the runs of consecutive tokens that the handle's prefix matrices tell apart.
+        num_max_nvl_chunked_send_tokens: Tokens sent at once inside a host.
+        num_max_nvl_chunked_recv_tokens: Tokens a receive queue holds inside a host.
+        num_max_rdma_chunked_send_tokens: Tokens sent at once between hosts.
+        num_max_rdma_chunked_recv_tokens: Tokens a receive queue holds between hosts; rounded up to a multiple
+            of the tokens sent at once.
+
+    Raises:
+        ConfigError: If a value is out of range.
+    """
+
+    num_sms: int = 20
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
+    num_max_rdma_chunked_send_tokens: int = 6
+    num_max_rdma_chunked_recv_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        if self.num_sms < 0:
+            raise ConfigError(f"num_sms must be at least 0, got {self.num_sms}")
+        for wire in ("nvl", "rdma"):
+            send_name, recv_name = f"num_max_{wire}_chunked_send_tokens", f"num_max_{wire}_chunked_recv_tokens"
+            send, recv = getattr(self, send_name), getattr(self, recv_name)
+            if not 0 < send < recv:
+                raise ConfigError(f"0 < {send_name} < {recv_name} must hold, got {send} and {recv}")
+        send, recv = self.num_max_rdma_chunked_send_tokens, self.num_max_rdma_chunked_recv_tokens
+        if send > recv // 2:
+            raise ConfigError(
+                "num_max_rdma_chunked_send_tokens must be at most half of num_max_rdma_chunked_recv_tokens, "
+                f"got {send} and {recv}"
+            )
+        object.__setattr__(self, "num_max_rdma_chunked_recv_tokens", _align(recv, send))
+
+    @property
+    def num_channels(self) -> int:
+        """Return the number of channels, at least one."""
+        return max(self.num_sms // 2, 1)
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Return the bytes V1 would want for exchange inside a host.
+
+        Args:
+            hidden_bytes: Bytes of one token's row.
+            num_ranks: Ranks of the group.
+        """
+        _check_hint_arguments(hidden_bytes, num_ranks)
+        num_rdma_ranks = max(num_ranks // _NUM_MAX_NVL_PEERS, 1)
+        num_nvl_ranks = min(num_ranks, _NUM_MAX_NVL_PEERS)
+        num_queues = self.num_sms // 2 * num_nvl_ranks
+        per_token = hidden_bytes + _NUM_META_BYTES + _metadata_bytes()
+        num_bytes = num_queues * (2 * num_rdma_ranks + 3) * 4
+        num_bytes += num_queues * self.num_max_nvl_chunked_recv_tokens * per_token
+        return _align(num_bytes, _BUFFER_ALIGNMENT_BYTES)
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Return the bytes V1 would want for exchange between hosts of eight ranks; 0 for up to eight ranks.
+
+        Args:
+            hidden_bytes: Bytes of one token's row.
+            num_ranks: Ranks of the group.
+        """
+        _check_hint_arguments(hidden_bytes, num_ranks)
+        if num_ranks <= _NUM_MAX_NVL_PEERS:
+            return 0
+        num_rdma_ranks = -(-num_ranks // _NUM_MAX_NVL_PEERS)
+        num_queues = self.num_sms // 2 * num_rdma_ranks
+        per_token = hidden_bytes + _NUM_META_BYTES + _metadata_bytes() + 16
+        num_bytes = num_queues * (_NUM_MAX_NVL_PEERS * 2 + 2) * 2 * 4
+        num_bytes += num_queues * self.num_max_rdma_chunked_recv_tokens * per_token * 2
+        return _align(num_bytes, _BUFFER_ALIGNMENT_BYTES)
+
+
+def _metadata_bytes() -> int:
+    return _NUM_MAX_TOPK * topk_idx_t.itemsize + _NUM_MAX_TOPK * 4 + _NUM_MAX_SCALES * 4
+
+
+def _check_hint_arguments(hidden_bytes: int, num_ranks: int) -> None:
+    if hidden_bytes < 0:
+        raise ConfigError(f"hidden_bytes must be at least 0, got {hidden_bytes}")
+    if num_ranks < 1:
+        raise ConfigError(f"num_ranks must be at least 1, got {num_ranks}")
+
+
+# ranks: (nvl send, nvl recv, rdma send, rdma recv)
+_DISPATCH_TABLE = {
+    2: (24, 256, 6, 128),
+    4: (6, 256, 6, 128),
+    8: (6, 256, 6, 128),
+    16: (36, 288, 20, 128),
+    24: (32, 288, 8, 128),
+    32: (32, 288, 8, 128),
+    48: (32, 288, 8, 128),
+    64: (32, 288, 8, 128),
+    96: (20, 480, 12, 128),
+    128: (20, 560, 12, 128),
+    144: (32, 720, 12, 128),
+    160: (28, 720, 12, 128),
+}
+_COMBINE_TABLE = {
+    2: (10, 256, 6, 128),
+    4: (9, 256, 6, 128),
+    8: (4, 256, 6, 128),
+    16: (4, 288, 12, 128),
+    24: (1, 288, 8, 128),
+    32: (1, 288, 8, 128),
+    48: (1, 288, 8, 128),
+    64: (1, 288, 8, 128),
+    96: (1, 480, 8, 128),
+    128: (1, 560, 8, 128),
+    144: (2, 720, 8, 128),
+    160: (2, 720, 8, 128),
+}
+
+
+def dispatch_config(num_ranks: int, num_sms: int) -> Config:
+    """Return the recommended dispatch config for a group size."""
+    return _lookup(_DISPATCH_TABLE, num_ranks, num_sms)
+
+
+def combine_config(num_ranks: int, num_sms: int) -> Config:
+    """Return the recommended combine config for a group size."""
+    return _lookup(_COMBINE_TABLE, num_ranks, num_sms)
+
+
+def _lookup(table: dict[int, tuple[int, int, int, int]], num_ranks: int, num_sms: int) -> Config:
+    """Take the row of the next size that V1 tabulates; V1 itself refuses sizes in between."""
+    if num_ranks < 1:
+        raise ConfigError(f"num_ranks must be at least 1, got {num_ranks}")
+    size = next((size for size in table if size >= num_ranks), max(table))
+    return Config(num_sms, *table[size])

@@ -1,0 +1,63 @@
+"""Every environment variable that the library reads, declared once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from deep_ep.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def _positive_float(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class EnvVar(Generic[T]):
+    """One environment variable: its name, how its text is read, and what holds when it is not set.
+
+    Attributes:
+        name: The variable.
+        parse: Turns the text into the value; raises ``ValueError`` on text that makes no sense.
+        default: The value when the variable is not set or empty.
+        rule: What the text must be, in words, for error messages.
+        meaning: One sentence for the documentation.
+    """
+
+    name: str
+    parse: Callable[[str], T]
+    default: T
+    rule: str
+    meaning: str
+
+    def get(self) -> T:
+        """Return the value in force.
+
+        Raises:
+            ConfigError: If the text cannot be read.
+        """
+        text = os.environ.get(self.name, "").strip()
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError:
+            raise ConfigError(f"{self.name} must be {self.rule}, got {text!r}") from None
+
+
+TIMEOUT_S = EnvVar(
+    "DEEP_EP_TIMEOUT_S",
+    _positive_float,
+    100.0,
+    "a positive number of seconds",
+    "How long a call waits for a peer before it raises PeerTimeoutError.",
+)
+
+ALL_VARIABLES: tuple[EnvVar[float], ...] = (TIMEOUT_S,)
