@@ -1,0 +1,1 @@
+"""The engines: one exchange, carried by what the ranks share."""
