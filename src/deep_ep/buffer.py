@@ -1,0 +1,424 @@
+"""Buffer: the class that programs use, with the interface of DeepEP V1.
+
+It checks what it is given (`deep_ep.checks`), hands it to the engine (`deep_ep.engines`), and turns the result into the
+tuples that V1 returns.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deep_ep import checks, env
+from deep_ep.config import Config, combine_config, dispatch_config
+from deep_ep.engines.base import CachedDispatchRequest, CombineRequest, DispatchRequest, Engine
+from deep_ep.engines.cpu import CpuEngine
+from deep_ep.errors import ConfigError, DestroyedError, UnsupportedError
+from deep_ep.events import EventHandle, EventOverlap
+from deep_ep.memory.rendezvous import Rendezvous
+
+logger = logging.getLogger("deep_ep")
+
+Rows = Tensor | tuple[Tensor, Tensor]
+Event = EventOverlap | EventHandle | None
+DispatchReturn = tuple[Rows, Tensor | None, Tensor | None, list[int] | None, tuple[Tensor, ...] | None, EventOverlap]
+
+
+class Buffer:
+    """Expert-parallel exchange between the ranks of a group: dispatch tokens to experts, combine what they make.
+
+    All ranks of the group construct one together, and then make the same calls in the same order.
+
+    Args:
+        group: The ranks. Any `torch.distributed` process group: Gloo or NCCL, a sub-group or the world, also of one
+            rank. It is used while the buffer is made, and never for tokens.
+        num_nvl_bytes: Bytes of shared memory that this rank brings for exchange inside a host. It is touched at once.
+            A call that needs more makes all ranks map more, so 0 is a fine value.
+        num_rdma_bytes: Bytes for exchange between hosts.
+        low_latency_mode: Whether low-latency calls will be made.
+        num_qps_per_rank: Connections per peer for exchange between hosts.
+        allow_nvlink_for_low_latency_mode: Kept for programs that pass it; the path to each peer is chosen by where the
+            peer is.
+        allow_mnnvl: Likewise.
+        explicitly_destroy: If true, the program promises to call `destroy`; a warning is logged if it does not.
+        enable_shrink: Whether ranks may be masked out.
+        comm: An mpi4py communicator, for programs without `torch.distributed`; used if `group` is None.
+        timeout_s: Seconds a call waits for a peer before it raises `PeerTimeoutError`. None takes DEEP_EP_TIMEOUT_S,
+            or 100.
+
+    Attributes:
+        group, group_size, rank: The ranks, their number, this rank.
+        num_nvl_bytes, num_rdma_bytes, low_latency_mode, explicitly_destroy, enable_shrink: As they were passed.
+        num_sms: Class attribute, see `set_num_sms`.
+
+    Raises:
+        ConfigError: If an argument breaks a rule.
+        UnsupportedError: If the ranks do not share memory, or what was asked for is not in this version.
+        CapacityError: If a rank could not get its memory.
+
+    Example:
+        >>> buffer = Buffer(dist.group.WORLD)
+        >>> per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
+        >>> recv_x, recv_topk_idx, recv_topk_weights, tokens_per_expert, handle, _ = buffer.dispatch(
+        ...     x, num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert,
+        ...     topk_idx=topk_idx, topk_weights=topk_weights)
+        >>> combined_x, _, _ = buffer.combine(experts(recv_x, recv_topk_idx, recv_topk_weights), handle)
+    """
+
+    num_sms: ClassVar[int] = 20
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: float = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        self._engine: Engine | None = None
+        checks.check_at_least("num_nvl_bytes", num_nvl_bytes, 0)
+        checks.check_at_least("num_rdma_bytes", num_rdma_bytes, 0)
+        if low_latency_mode or enable_shrink:
+            name = "low_latency_mode" if low_latency_mode else "enable_shrink"
+            raise UnsupportedError(f"{name}=True is not in this version of deep_ep, which has normal mode only")
+        if timeout_s is not None and not timeout_s > 0:
+            raise ConfigError(f"timeout_s must be a positive number of seconds, got {timeout_s}")
+        rendezvous = Rendezvous(group, comm)
+        self.group = group if group is not None else comm
+        self.rank, self.group_size = rendezvous.rank, rendezvous.num_ranks
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
+        self.explicitly_destroy = explicitly_destroy
+        timeout_s = env.TIMEOUT_S.get() if timeout_s is None else timeout_s
+        self._engine = CpuEngine(rendezvous, int(num_nvl_bytes), timeout_s)
+
+    # Lifetime
+
+    @property
+    def runtime(self) -> Engine | None:
+        """The engine that carries the exchanges, None after `destroy`."""
+        return self._engine
+
+    def destroy(self) -> None:
+        """Let go of the shared memory. Does not wait for any peer; calling it again does nothing.
+
+        Tensors that calls have returned stay valid.
+        """
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_engine", None) is None:
+            return
+        if self.explicitly_destroy:
+            logger.warning("rank %d: a buffer made with explicitly_destroy=True was dropped without destroy()", self.rank)
+        self.destroy()
+
+    # Settings and helpers
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Tell whether instructions of compute capability 9.0 may be used."""
+        return True
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Set the number of SMs that configs from `get_dispatch_config` and `get_combine_config` have from now on.
+
+        Args:
+            new_num_sms: An even number.
+
+        Raises:
+            ConfigError: If it is odd or negative.
+        """
+        if new_num_sms % 2 or new_num_sms < 0:
+            raise ConfigError(f"num_sms must be even and at least 0, got {new_num_sms}")
+        Buffer.num_sms = int(new_num_sms)
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """Return the recommended config of a dispatch over so many ranks."""
+        return dispatch_config(num_ranks, Buffer.num_sms)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """Return the recommended config of a combine over so many ranks."""
+        return combine_config(num_ranks, Buffer.num_sms)
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """Return an event at this point of the current stream, to pass as `previous_event`."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Return the bytes that DeepEP V1 wants as `num_rdma_bytes` for low-latency mode.
+
+        Args:
+            num_max_dispatch_tokens_per_rank: Most tokens that a rank sends in one call.
+            hidden: Size of a token's row.
+            num_ranks: Ranks of the group; V1's value does not depend on it.
+            num_experts: Experts on all ranks.
+        """
+        checks.check_at_least("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 0)
+        checks.check_at_least("hidden", hidden, 1)
+        checks.check_at_least("num_ranks", num_ranks, 1)
+        checks.check_at_least("num_experts", num_experts, 1)
+        num_scales = hidden // 128
+        dispatch_bytes = 16 + max(2 * hidden, hidden + 4 * num_scales)
+        combine_bytes = 4 * num_scales + 2 * hidden
+        num_slots = num_experts * num_max_dispatch_tokens_per_rank
+        send_bytes = max(num_max_dispatch_tokens_per_rank * dispatch_bytes, num_slots * combine_bytes)
+        recv_bytes = num_slots * max(dispatch_bytes, combine_bytes)
+        signal_bytes = -(-num_experts * 4 // 128) * 128
+        return (2 * (send_bytes + recv_bytes + signal_bytes) + 128) // 128 * 128
+
+    def get_comm_stream(self) -> Any:
+        """Return the stream that calls run on: on CPU ranks, the one stream that a CPU has."""
+        self._running()
+        return torch.cpu.current_stream()
+
+    def get_local_buffer_tensor(
+        self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
+    ) -> Tensor:
+        """Return this rank's shared memory as a tensor, to look at or to clear between calls.
+
+        Args:
+            dtype: The dtype to view it as.
+            size: The shape to give it; None gives all of it, in one dimension.
+            offset: Where to begin, in bytes.
+            use_rdma_buffer: The memory for exchange between hosts instead.
+
+        Raises:
+            ConfigError: If the memory is too small for that.
+        """
+        local = self._running().local_bytes()[: 0 if use_rdma_buffer else None]
+        if offset % dtype.itemsize or not 0 <= offset <= local.numel():
+            raise ConfigError(
+                f"offset must be a multiple of {dtype.itemsize} from 0 to {local.numel()} bytes, got {offset}"
+            )
+        num_items = (local.numel() - offset) // dtype.itemsize
+        if size is not None and size.numel() > num_items:
+            raise ConfigError(f"size must be at most {num_items} items of {dtype}, got {list(size)}")
+        view = local[offset : offset + num_items * dtype.itemsize].view(dtype)
+        return view if size is None else view[: size.numel()].view(size)
+
+    # Normal mode
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: Event = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
+        """Count where this rank's tokens go. Involves no peer.
+
+        Args:
+            topk_idx: `[num_tokens, num_topk]` int64 or int32; the experts of each token, -1 for none.
+            num_experts: Experts on all ranks. They are split over the ranks as `torch.tensor_split` splits: evenly,
+                with one more on each of the first ranks where it does not come out even.
+            previous_event: What to wait for first; None waits for the current stream.
+            async_finish: Return an event instead of making the current stream wait.
+            allocate_on_comm_stream: Let the results belong to the communication stream. On CPU ranks, where calls
+                are done when they return, these three change nothing but the returned event; any combination is fine.
+
+        Returns:
+            `num_tokens_per_rank` `[num_ranks]` int32, where a token counts once per rank;
+            `num_tokens_per_rdma_rank`, None inside one host;
+            `num_tokens_per_expert` `[num_experts]` int32, where each slot of a token counts;
+            `is_token_in_rank` `[num_tokens, num_ranks]` bool; and an event.
+
+        Raises:
+            ConfigError: If an argument breaks a rule.
+        """
+        engine = self._running()
+        checks.check_at_least("num_experts", num_experts, 1)
+        topk_idx = checks.check_topk_idx(topk_idx, "num_tokens", num_experts, engine.device)
+        _wait(previous_event)
+        layout = engine.compute_layout(topk_idx, num_experts)
+        return layout.num_tokens_per_rank, None, layout.num_tokens_per_expert, layout.is_token_in_rank, _event(async_finish)
+
+    def dispatch(
+        self,
+        x: Rows,
+        handle: tuple[Tensor, ...] | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: Event = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> DispatchReturn:
+        """Send each token once to every rank that owns one of its experts.
+
+        Args:
+            x: `[num_tokens, hidden]` of any dtype, or a pair of that and its scales `[num_tokens, num_scales]`, of any
+                dtype and strides. Rows and scales travel as opaque bytes.
+            handle: What an earlier dispatch returned: send the way that one went. Then no layout and no top-k tensors
+                are given.
+            num_tokens_per_rank: From `get_dispatch_layout`, as are the next three.
+            num_tokens_per_rdma_rank: Not used inside one host.
+            is_token_in_rank: See above.
+            num_tokens_per_expert: See above.
+            topk_idx: `[num_tokens, num_topk]` int64 or int32, or None.
+            topk_weights: `[num_tokens, num_topk]` float32; given together with `topk_idx`.
+            expert_alignment: Round each expert's count of tokens up to a multiple of this.
+            num_worst_tokens: If not 0, return exactly that many rows and no counts. It must be at least the number of
+                rows that arrive.
+            config: None takes `get_dispatch_config`. `config.num_sms // 2` is the number of channels of the handle.
+            previous_event: As for `get_dispatch_layout`, like the next two.
+            async_finish: See above.
+            allocate_on_comm_stream: See above.
+
+        Returns:
+            `recv_x` `[num_recv, hidden]`, or a pair with `recv_scales` `[num_recv, num_scales]`, row-major. The rows
+            are sorted by source rank, then by the token's index there. They lie in shared memory, which is theirs as
+            long as a tensor on it lives.
+            `recv_topk_idx` `[num_recv, num_topk]`, of the dtype of `topk_idx`: ids among this rank's experts, -1 for
+            experts of other ranks (and in rows past the real ones, with `num_worst_tokens`).
+            `recv_topk_weights` `[num_recv, num_topk]` float32, 0 where the id is -1.
+            A list of this rank's tokens per expert, aligned; empty with `num_worst_tokens`.
+            The handle, a tuple of six tensors (`deep_ep.engines.base.Handle`).
+            An event.
+            With `handle`, items 1 to 4 are None.
+
+        Raises:
+            ConfigError: If an argument breaks a rule; nothing has been sent.
+            MismatchError: If the ranks disagree about the call.
+            CapacityError: If memory could not be had, or `num_worst_tokens` is too small on some rank.
+            PeerTimeoutError: If a peer does not do its part in time.
+        """
+        engine = self._running()
+        rows, scales = checks.check_rows(x, engine.device)
+        config = self._config(config, self.get_dispatch_config)
+        if handle is not None:
+            if topk_idx is not None or topk_weights is not None:
+                raise ConfigError("topk_idx and topk_weights must be None when a handle is given, got tensors")
+            checked = checks.check_handle(handle, self.group_size, engine.device, rows.size(0))
+            _wait(previous_event)
+            recv_x, recv_scales = engine.dispatch_cached(
+                CachedDispatchRequest(x=rows, scales=scales, handle=checked, config=config)
+            )
+            return _pair(recv_x, recv_scales), None, None, None, None, _event(async_finish)
+        layout = checks.check_layout(
+            num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, rows.size(0), self.group_size, engine.device
+        )
+        num_experts = layout.num_tokens_per_expert.numel()
+        idx, weights = checks.check_topk(topk_idx, topk_weights, rows.size(0), num_experts, engine.device)
+        if checks.check_at_least("num_worst_tokens", num_worst_tokens, 0) and idx is None:
+            raise ConfigError(f"num_worst_tokens={num_worst_tokens} needs topk_idx and topk_weights, got None")
+        request = DispatchRequest(
+            x=rows,
+            scales=scales,
+            topk_idx=idx,
+            topk_weights=weights,
+            layout=layout,
+            expert_alignment=checks.check_at_least("expert_alignment", expert_alignment, 1),
+            num_worst_tokens=int(num_worst_tokens),
+            config=config,
+        )
+        _wait(previous_event)
+        result = engine.dispatch(request)
+        return (
+            _pair(result.x, result.scales),
+            result.topk_idx,
+            result.topk_weights,
+            result.num_recv_tokens_per_expert,
+            result.handle,
+            _event(async_finish),
+        )
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: tuple[Tensor, ...],
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, ...] | None = None,
+        config: Config | None = None,
+        previous_event: Event = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Send each row back to where its token came from, and add up the rows of each token.
+
+        The sum is not weighted. It starts from the biases, adds the ranks in ascending order in float32, and is
+        rounded once. A token that went nowhere gives its bias, or zeros.
+
+        Args:
+            x: `[num_recv, hidden]` bfloat16, float16 or float32; a row for every row that the dispatch returned.
+            handle: What that dispatch returned. It may be used again.
+            topk_weights: `[num_recv, num_topk]` float32 to be brought back and added likewise, or None.
+            bias: None, or one or two tensors `[num_tokens, hidden]` of the dtype of `x` to add.
+            config: None takes `get_combine_config`.
+            previous_event: As for `get_dispatch_layout`, like the next two.
+            async_finish: See above.
+            allocate_on_comm_stream: See above.
+
+        Returns:
+            `combined_x` `[num_tokens, hidden]` of the dtype of `x`;
+            `combined_topk_weights` `[num_tokens, num_topk]` float32, or None; and an event.
+
+        Raises:
+            ConfigError: If an argument breaks a rule; nothing has been sent.
+            MismatchError: If the ranks disagree about the call, or their handles do not fit together.
+            CapacityError: If memory could not be had.
+            PeerTimeoutError: If a peer does not do its part in time.
+        """
+        engine = self._running()
+        checked = checks.check_handle(handle, self.group_size, engine.device)
+        rows, weights, biases = checks.check_combine(x, topk_weights, bias, checked, engine.device)
+        config = self._config(config, self.get_combine_config)
+        _wait(previous_event)
+        combined_x, combined_weights = engine.combine(
+            CombineRequest(x=rows, topk_weights=weights, biases=biases, handle=checked, config=config)
+        )
+        return combined_x, combined_weights, _event(async_finish)
+
+    def _running(self) -> Engine:
+        if self._engine is None:
+            raise DestroyedError("this buffer has been destroyed", hint="make a new Buffer")
+        return self._engine
+
+    def _config(self, config: Config | None, recommended: Any) -> Config:
+        if config is None:
+            chosen: Config = recommended(self.group_size)
+            return chosen
+        if not isinstance(config, Config):
+            raise TypeError(f"config must be a deep_ep.Config or None, got {type(config).__name__}")
+        return config
+
+
+def _pair(x: Tensor, scales: Tensor | None) -> Rows:
+    return x if scales is None else (x, scales)
+
+
+def _wait(previous_event: Event) -> None:
+    event = previous_event.event if isinstance(previous_event, EventOverlap) else previous_event
+    if event is not None:
+        event.current_stream_wait()
+
+
+def _event(async_finish: bool) -> EventOverlap:
+    return EventOverlap(EventHandle() if async_finish else None)

@@ -1,0 +1,198 @@
+"""Checks at the door: everything a program passes is checked here, before anything is sent.
+
+Each check names the argument, what it must be and what it is. A program that catches the error can call again with
+better arguments: its peers, which wait meanwhile, do not notice.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deep_ep.engines.base import Handle, Layout
+from deep_ep.engines.exchange import DTYPES
+from deep_ep.errors import ConfigError
+
+_IDX_DTYPES = (torch.int64, torch.int32)
+_SUM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_tensor(
+    name: str,
+    tensor: object,
+    *,
+    device: torch.device,
+    shape: tuple[int | str, ...],
+    dtypes: tuple[torch.dtype, ...],
+) -> Tensor:
+    """Check one tensor and return it, contiguous.
+
+    Args:
+        name: The argument.
+        tensor: What was passed.
+        device: Where it must be.
+        shape: The size each dimension must have; a word stands for any size.
+        dtypes: The dtypes it may have.
+
+    Raises:
+        TypeError: If it is no tensor.
+        ConfigError: If it is another kind of tensor than it must be.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    wanted = "[" + ", ".join(str(size) for size in shape) + "]"
+    fits = tensor.dim() == len(shape) and all(
+        isinstance(size, str) or size == actual for size, actual in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits:
+        hint = f"pass {name}.view(-1, {name}.size(-1))" if tensor.dim() > 2 == len(shape) else None
+        raise ConfigError(f"{name} must have shape {wanted}, got {list(tensor.shape)}", hint)
+    if tensor.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ConfigError(f"{name} must be {names}, got {str(tensor.dtype).removeprefix('torch.')}")
+    if tensor.device.type != device.type:
+        raise ConfigError(f"{name} must be on {device.type}, where this buffer is, got a tensor on {tensor.device}")
+    return tensor.detach().contiguous()
+
+
+def check_rows(x: object, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Check the `x` of a dispatch: a tensor, or a pair of a tensor and its scales."""
+    scales: object = None
+    if isinstance(x, (tuple, list)):
+        if len(x) != 2:
+            raise ConfigError(f"x must be a tensor or a pair of tensor and scales, got {len(x)} items")
+        x, scales = x
+    rows = check_tensor("x", x, device=device, shape=("num_tokens", "hidden"), dtypes=DTYPES)
+    if scales is None:
+        return rows, None
+    shape = (rows.size(0), "num_scales")
+    return rows, check_tensor("the scales of x", scales, device=device, shape=shape, dtypes=DTYPES)
+
+
+def check_topk_idx(topk_idx: object, num_tokens: int | str, num_experts: int, device: torch.device) -> Tensor:
+    """Check expert ids: -1, or one of the experts."""
+    idx = check_tensor("topk_idx", topk_idx, device=device, shape=(num_tokens, "num_topk"), dtypes=_IDX_DTYPES)
+    if idx.numel():
+        smallest, largest = torch.aminmax(idx)
+        for value in (int(smallest), int(largest)):
+            if not -1 <= value < num_experts:
+                raise ConfigError(f"topk_idx must be -1 or from 0 to num_experts - 1 = {num_experts - 1}, got {value}")
+    return idx
+
+
+def check_topk(
+    topk_idx: object, topk_weights: object, num_tokens: int, num_experts: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """Check the top-k tensors of a dispatch: both, or neither."""
+    if topk_idx is None and topk_weights is None:
+        return None, None
+    if topk_idx is None or topk_weights is None:
+        missing = "topk_idx" if topk_idx is None else "topk_weights"
+        raise ConfigError(f"topk_idx and topk_weights must be given together, but {missing} is None")
+    idx = check_topk_idx(topk_idx, num_tokens, num_experts, device)
+    weights = check_tensor(
+        "topk_weights", topk_weights, device=device, shape=tuple(idx.shape), dtypes=(torch.float32,)
+    )
+    return idx, weights
+
+
+def check_layout(
+    num_tokens_per_rank: object,
+    is_token_in_rank: object,
+    num_tokens_per_expert: object,
+    num_tokens: int,
+    num_ranks: int,
+    device: torch.device,
+) -> Layout:
+    """Check what `get_dispatch_layout` returned, or a program computed in its place."""
+    given = {
+        "num_tokens_per_rank": num_tokens_per_rank,
+        "is_token_in_rank": is_token_in_rank,
+        "num_tokens_per_expert": num_tokens_per_expert,
+    }
+    missing = [name for name, value in given.items() if value is None]
+    if missing:
+        raise ConfigError(
+            f"a dispatch without a handle needs {', '.join(given)}, but {', '.join(missing)} is None",
+            hint="pass what get_dispatch_layout returned, or a handle",
+        )
+    int32 = (torch.int32,)
+    layout = Layout(
+        check_tensor("num_tokens_per_rank", num_tokens_per_rank, device=device, shape=(num_ranks,), dtypes=int32),
+        check_tensor(
+            "num_tokens_per_expert", num_tokens_per_expert, device=device, shape=("num_experts",), dtypes=int32
+        ),
+        check_tensor(
+            "is_token_in_rank", is_token_in_rank, device=device, shape=(num_tokens, num_ranks), dtypes=(torch.bool,)
+        ),
+    )
+    if layout.num_tokens_per_expert.numel() == 0:
+        raise ConfigError("num_tokens_per_expert must have one item per expert, got none")
+    if device.type == "cpu":  # on a GPU, looking would mean to wait for it
+        counted = layout.is_token_in_rank.sum(0).tolist()
+        told = layout.num_tokens_per_rank.tolist()
+        if counted != told:
+            raise ConfigError(f"num_tokens_per_rank must be the column sums of is_token_in_rank, {counted}, got {told}")
+    return layout
+
+
+def check_handle(handle: object, num_ranks: int, device: torch.device, num_tokens: int | None = None) -> Handle:
+    """Check a handle: the tuple that a dispatch returned, or one rebuilt from its tensors.
+
+    Args:
+        handle: What was passed.
+        num_ranks: Ranks of the group.
+        device: Where its tensors must be.
+        num_tokens: The tokens that the dispatch had on this rank, if they are known.
+    """
+    names = Handle._fields
+    if not isinstance(handle, (tuple, list)) or len(handle) != len(names):
+        found = f"{len(handle)} items" if isinstance(handle, (tuple, list)) else type(handle).__name__
+        raise ConfigError(f"handle must be the tuple of {len(names)} tensors that dispatch returned, got {found}")
+    rows = "num_tokens" if num_tokens is None else num_tokens
+    shapes: tuple[tuple[int | str, ...], ...] = (
+        (num_ranks, num_ranks),
+        (num_ranks, "num_channels"),
+        (num_ranks, "num_channels"),
+        ("num_recv_tokens",),
+        (rows, num_ranks),
+        (rows, num_ranks),
+    )
+    checked = [
+        check_tensor(
+            f"{name} of the handle",
+            tensor,
+            device=device,
+            shape=shape,
+            dtypes=(torch.bool if name == "is_token_in_rank" else torch.int32,),
+        )
+        for name, tensor, shape in zip(names, handle, shapes, strict=True)
+    ]
+    return Handle(*checked)
+
+
+def check_combine(
+    x: object, topk_weights: object, bias: object, handle: Handle, device: torch.device
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+    """Check the tensors of a combine; return rows, weights and biases."""
+    num_rows, num_tokens = handle.recv_src_idx.numel(), handle.is_token_in_rank.size(0)
+    rows = check_tensor("x", x, device=device, shape=(num_rows, "hidden"), dtypes=_SUM_DTYPES)
+    weights = None
+    if topk_weights is not None:
+        weights = check_tensor(
+            "topk_weights", topk_weights, device=device, shape=(num_rows, "num_topk"), dtypes=(torch.float32,)
+        )
+    biases = () if bias is None else tuple(bias) if isinstance(bias, (tuple, list)) else (bias,)
+    if len(biases) > 2:
+        raise ConfigError(f"bias must be None, a tensor or a pair of tensors, got {len(biases)} items")
+    shape = (num_tokens, rows.size(1))
+    return rows, weights, tuple(
+        check_tensor("bias", item, device=device, shape=shape, dtypes=(rows.dtype,)) for item in biases
+    )
+
+
+def check_at_least(name: str, value: int, minimum: int) -> int:
+    """Check an integer argument."""
+    if value != int(value) or value < minimum:
+        raise ConfigError(f"{name} must be an integer of at least {minimum}, got {value}")
+    return int(value)

@@ -1,0 +1,285 @@
+"""Exchange: the two steps that every call on CPU ranks takes, and the memory it receives into.
+
+1. **Headers.** Every rank tells the others what it is about to do (the call and its shapes), how many rows it has for
+   each rank, and which stretch of its own memory is free to receive into. Now all ranks know all counts, so each can
+   tell where its rows belong: behind those of the ranks before it. If somebody's free stretch is too small, all ranks
+   know that too, and map new memory together before they go on.
+2. **Rows.** Every rank copies its rows to where they belong, in the memory of their receivers. Then the ranks meet
+   again; whoever has left this step has all its rows.
+
+Example: two ranks with three tokens each. Rank 0 sends its tokens 0 and 2 to rank 1, rank 1 its tokens 0, 1 and 2 to
+itself. The headers say [.., 2] and [.., 3] for rank 1, so rank 0 writes to rows 0 and 1 of rank 1, and rank 1 to rows
+2, 3 and 4. After the second step rank 1 returns those five rows, sorted by source rank, then by source token.
+
+*What makes reuse safe.* A rank offers a free stretch in the headers of one call, and peers write there only between the
+two steps of that call. A rank leaves the call when all peers have entered the second step, that is when all of them
+have written; only then may it use, free or offer that stretch again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from deep_ep.errors import CapacityError, MismatchError, PeerError
+from deep_ep.layout import ControlLayout, align
+from deep_ep.memory.arena import Arena, Extent
+from deep_ep.memory.control import Control
+from deep_ep.memory.cpu import HostMemory
+from deep_ep.memory.rendezvous import AllGather, Rendezvous
+
+logger = logging.getLogger("deep_ep")
+
+CALLS = ("dispatch", "cached dispatch", "combine")
+DTYPES = (
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+)
+"""The dtypes that rows may have; ranks tell each other the index."""
+
+
+class Header(NamedTuple):
+    """What a rank says at the beginning of a call. The fields up to `num_channels` must be equal on all ranks."""
+
+    call: int
+    dtype: int
+    hidden: int
+    scale_row_bytes: int = 0
+    num_topk: int = 0
+    topk_idx_bytes: int = 0
+    num_experts: int = 0
+    num_channels: int = 0
+    num_worst_tokens: int = 0
+    num_bias_rows: int = 0
+
+
+NUM_SIGNATURE_FIELDS = Header._fields.index("num_channels") + 1
+_NUM_WORDS = len(Header._fields) + len(Extent._fields)
+assert _NUM_WORDS <= ControlLayout.NUM_HEADER_WORDS
+
+
+class Sections(Protocol):
+    """A layout of `deep_ep.layout`: where the sections of one rank's extent begin, and how long it is."""
+
+    num_bytes: int
+
+
+L = TypeVar("L", bound=Sections)
+MakeLayout = Callable[[Header, int], L]
+"""Gives the layout of the extent of a rank that said this header and receives so many rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange(Generic[L]):
+    """What this rank knows about a call after its first step.
+
+    Attributes:
+        call: The call, in words.
+        counts: `counts[src][dst]` rows go from src to dst.
+        rank: This rank.
+        headers: What each rank said.
+        layouts: The sections of each rank's extent.
+        places: Where each rank's extent is.
+        extents: Each rank's extent, as a uint8 tensor on its memory.
+    """
+
+    call: str
+    counts: list[list[int]]
+    rank: int
+    headers: list[Header]
+    layouts: list[L]
+    places: list[Extent]
+    extents: list[Tensor]
+
+    def first_row(self, dst: int) -> int:
+        """Return where this rank's rows begin among those of a receiver."""
+        return sum(row[dst] for row in self.counts[: self.rank])
+
+    def num_rows(self, dst: int) -> int:
+        """Return how many rows a receiver gets."""
+        return sum(row[dst] for row in self.counts)
+
+    def receivers(self) -> Iterator[int]:
+        """Go through all ranks, each rank beginning with its successor, so that they do not all write to one."""
+        num_ranks = len(self.counts)
+        return ((self.rank + 1 + i) % num_ranks for i in range(num_ranks))
+
+
+class Exchanger:
+    """The memory of all ranks and the steps through which they use it. All ranks construct one together.
+
+    Args:
+        rendezvous: The ranks.
+        num_bytes: Bytes of memory that this rank brings to begin with.
+        timeout_s: How long a step waits for a peer.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> None:
+        self.rank, self.num_ranks = rendezvous.rank, rendezvous.num_ranks
+        self.control = Control(self.rank, self.num_ranks, rendezvous.all_gather, timeout_s)
+        self.arena = Arena()
+        self.segments: dict[int, list[Tensor]] = {}
+        self._num_segments = 0
+        self._num_asked_bytes = num_bytes
+        if any(size for (size,) in rendezvous.all_gather([num_bytes])):
+            self._add_segment(num_bytes, rendezvous.all_gather)
+
+    def begin(self, header: Header, send_counts: list[int], make_layout: MakeLayout[L]) -> Exchange[L]:
+        """Take the first step of a call.
+
+        Raises:
+            MismatchError: If the ranks are in different calls, or in calls of different shapes.
+            CapacityError: If memory is too small and no more can be had.
+        """
+        call = CALLS[header.call]
+        replies = self.control.all_gather([*header, *self.arena.largest_free(), *send_counts], call, "a header")
+        num_fields = len(Header._fields)
+        headers = [Header(*words[:num_fields]) for words in replies]
+        self._check_signatures(headers)
+        places = [Extent(*words[num_fields:_NUM_WORDS]) for words in replies]
+        counts = [words[_NUM_WORDS:] for words in replies]
+        layouts = [make_layout(headers[dst], sum(row[dst] for row in counts)) for dst in range(self.num_ranks)]
+        needs = [layout.num_bytes for layout in layouts]
+        if any(need > place.num_bytes for need, place in zip(needs, places, strict=True)):
+            places = self._grow(needs, places, call)
+        extents = [
+            self.segments[place.segment][dst][place.offset : place.offset + need] if need else _NO_BYTES
+            for dst, (place, need) in enumerate(zip(places, needs, strict=True))
+        ]
+        return Exchange(call, counts, self.rank, headers, layouts, places, extents)
+
+    @contextmanager
+    def writing(self, exchange: Exchange[L]) -> Iterator[None]:
+        """Take the second step of a call when the body, which writes rows, has ended.
+
+        Raises:
+            PeerError: If a peer's body raised. If this rank's did, its error goes on, and the peers are told.
+        """
+        try:
+            yield
+        except Exception:
+            self.control.all_gather([1], exchange.call, "rows")
+            raise
+        replies = self.control.all_gather([0], exchange.call, "rows")
+        failed = [rank for rank, (has_failed,) in enumerate(replies) if has_failed]
+        if failed:
+            raise PeerError(
+                f"rank {self.rank}: {exchange.call} failed on ranks {failed}, so its results would be incomplete",
+                hint="the error on those ranks tells why; this buffer can be used again",
+            )
+
+    def take_sections(self, exchange: Exchange[L], sizes: Sequence[int]) -> list[Tensor]:
+        """Keep the sections at the beginning of this rank's extent, each as a tensor of its own that frees it."""
+        segment, offset, _ = exchange.places[self.rank]
+        taken = []
+        for num_bytes in sizes:
+            taken.append(self.arena.take(segment, offset, num_bytes))
+            offset += align(num_bytes)
+        return taken
+
+    def close(self) -> None:
+        """Let go of the memory; received tensors that still live keep what they use."""
+        self.arena = Arena()
+        self.segments.clear()
+        self.control.close()
+
+    def _check_signatures(self, headers: list[Header]) -> None:
+        own = headers[self.rank]
+        for peer, header in enumerate(headers):
+            if header[:NUM_SIGNATURE_FIELDS] == own[:NUM_SIGNATURE_FIELDS]:
+                continue
+            field = next(f for f in Header._fields if getattr(header, f) != getattr(own, f))
+            raise MismatchError(
+                f"the ranks disagree about {field}: rank {self.rank} is in a {_describe(own, field)}, "
+                f"rank {peer} in a {_describe(header, field)}",
+                hint="all ranks must make the same calls in the same order, with tensors of the same kind",
+            )
+
+    def _grow(self, needs: list[int], places: list[Extent], call: str) -> list[Extent]:
+        """Map new memory on every rank whose free stretch is too small; give back what nobody uses."""
+
+        def all_gather(words: Sequence[int]) -> list[list[int]]:
+            return self.control.all_gather(words, call, "new memory")
+
+        unused = self.arena.remove_unused_segments() if needs[self.rank] > places[self.rank].num_bytes else []
+        for rank, (bits,) in enumerate(all_gather([sum(1 << segment for segment in unused if segment < 63)])):
+            for segment, tensors in self.segments.items():
+                if bits >> segment & 1:
+                    tensors[rank] = _NO_BYTES
+        is_short = [need > place.num_bytes for need, place in zip(needs, places, strict=True)]
+        # A quarter more than is needed, so that routing which varies from call to call does not grow it each time.
+        own_bytes = align(needs[self.rank] * 5 // 4) if is_short[self.rank] else 0
+        if own_bytes:
+            asked = f"{self._num_asked_bytes:,} bytes were asked for"
+            level = logging.WARNING if self._num_asked_bytes else logging.INFO
+            logger.log(level, "rank %d: %s needs %s bytes, %s; mapping more", self.rank, call, f"{needs[self.rank]:,}", asked)
+        segment = self._add_segment(own_bytes, all_gather)
+        sizes = [tensor.numel() for tensor in self.segments[segment]]
+        return [
+            Extent(segment, 0, size) if short else place
+            for short, size, place in zip(is_short, sizes, places, strict=True)
+        ]
+
+    def _add_segment(self, num_bytes: int, all_gather: AllGather) -> int:
+        memory = HostMemory(num_bytes, self.rank, all_gather)
+        segment = self._num_segments
+        self._num_segments += 1
+        self.segments[segment] = [memory.tensor_of(rank) for rank in range(self.num_ranks)]
+        if num_bytes:
+            self.arena.add_segment(segment, memory.bytes_of(self.rank))
+        return segment
+
+
+def check_worst_tokens(exchange: Exchange[L]) -> None:
+    """Refuse a call whose rows do not fit where a rank said they would; every rank comes to the same result.
+
+    Raises:
+        CapacityError: If a rank gets more rows than its `num_worst_tokens`.
+    """
+    for dst, header in enumerate(exchange.headers):
+        if 0 < header.num_worst_tokens < exchange.num_rows(dst):
+            raise CapacityError(
+                f"num_worst_tokens must be at least the tokens that a rank receives, got {header.num_worst_tokens} "
+                f"on rank {dst}, which would receive {exchange.num_rows(dst)}"
+            )
+
+
+def check_recv_counts(exchange: Exchange[L], expected: list[int]) -> None:
+    """Compare the rows that peers send with those that this rank's handle speaks of.
+
+    Raises:
+        MismatchError: If they differ.
+    """
+    for src, num_expected in enumerate(expected):
+        num_sent = exchange.counts[src][exchange.rank]
+        if num_sent != num_expected:
+            raise MismatchError(
+                f"rank {exchange.rank}: by its handle {num_expected} rows of this {exchange.call} come from rank {src}, "
+                f"but rank {src} sends {num_sent}",
+                hint="pass the handle of the same dispatch on all ranks",
+            )
+
+
+def _describe(header: Header, field: str) -> str:
+    value = getattr(header, field)
+    if field == "call":
+        return CALLS[value]
+    return f"{CALLS[header.call]} with {field}={DTYPES[value] if field == 'dtype' else value}"
+
+
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)

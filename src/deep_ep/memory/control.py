@@ -1,0 +1,152 @@
+"""Control: how the ranks of a host meet, step by step, through a few words of shared memory.
+
+Every rank owns one control block (`deep_ep.layout.ControlLayout`) that only it writes: a **signal**, which is the
+number of steps that the rank has entered, and two **areas** of integers, which steps use in turn. To take part in
+step n a rank
+
+1. writes its integers into its area n mod 2,
+2. sets its signal to n,
+3. waits until the signal of every peer is n or more, and
+4. reads the areas n mod 2 of all peers.
+
+Example with two ranks, both entering step 5: rank 0 writes (7, 1) into its area 1, sets its signal from 4 to 5 and
+waits; rank 1 writes (3, 0), sets its signal to 5, finds 5 at rank 0 and reads (7, 1); rank 0 finds 5 and reads (3, 0).
+
+*Why two areas are enough.* A rank writes its area again in step n + 2. It gets there only after it has seen the signal
+n + 1 of every peer, and a peer raises that after it has done its reading of step n. A signal has one writer, only grows
+and is never cleared, so a late rank cannot miss it.
+
+*What a step orders.* Whatever a rank wrote to any shared memory before it entered step n, a peer that has left step n
+can read. The two fences below make that hold on processors that reorder stores (arm) as well as on x86.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from array import array
+from collections.abc import Sequence
+
+from deep_ep.errors import DestroyedError, PeerTimeoutError
+from deep_ep.layout import ControlLayout
+from deep_ep.memory.cpu import HostMemory
+from deep_ep.memory.rendezvous import AllGather
+
+_SPIN_S = 200e-6
+_YIELD_S = 2e-3
+_SLEEP_S = 50e-6
+_MAX_SLEEP_S = 1e-3
+
+
+class Control:
+    """The meeting place of the ranks of one host. All ranks construct one together.
+
+    Args:
+        rank: This rank.
+        num_ranks: Ranks of the group.
+        all_gather: How the ranks exchange integers until this object exists.
+        timeout_s: How long a step waits for a peer.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, all_gather: AllGather, timeout_s: float) -> None:
+        self.rank = rank
+        self.timeout_s = timeout_s
+        self._layout = ControlLayout(num_ranks)
+        self._memory = HostMemory(self._layout.num_bytes, rank, all_gather)
+        self._blocks = [self._memory.bytes_of(peer).cast("q") for peer in range(num_ranks)]
+        self._step = 0
+        self._failure: str | None = None
+        # With fewer cores than ranks, a rank that spins keeps the one it waits for from running.
+        self._spin_s = _SPIN_S if num_ranks <= len(os.sched_getaffinity(0)) else 0.0
+
+    def all_gather(self, words: Sequence[int], call: str = "call", awaited: str = "its part") -> list[list[int]]:
+        """Take part in the next step: give integers, get everyone's.
+
+        Args:
+            words: This rank's integers; all ranks give equally many.
+            call: The operation this step belongs to, for the error message.
+            awaited: What a peer owes in this step, for the error message.
+
+        Returns:
+            The integers of every rank, in rank order.
+
+        Raises:
+            PeerTimeoutError: If a peer does not enter the step in time. The ranks may then disagree about how far
+                they are, so every later call raises `DestroyedError`.
+            DestroyedError: If an earlier step timed out.
+        """
+        if self._failure is not None:
+            raise DestroyedError(
+                f"this buffer is out of step with its peers since: {self._failure}",
+                hint="destroy it on all ranks and make a new one",
+            )
+        step = self._step = self._step + 1
+        begin = self._layout.area(step)
+        end = begin + len(words)
+        own = self._blocks[self.rank]
+        own[begin:end] = memoryview(array("q", words))
+        _fence()  # what was written above is seen by whoever sees the signal
+        own[ControlLayout.SIGNAL] = step
+        self._wait_for_peers(step, call, awaited)
+        _fence()  # what is read below is what was written before the signals
+        return [block[begin:end].tolist() for block in self._blocks]
+
+    def close(self) -> None:
+        """Let go of the control blocks."""
+        for block in self._blocks:
+            block.release()
+        self._blocks = []
+        self._memory.close()
+
+    def _wait_for_peers(self, step: int, call: str, awaited: str) -> None:
+        """Spin, then yield the core, then sleep, until every peer has entered the step."""
+        missing = [peer for peer, block in enumerate(self._blocks) if block[ControlLayout.SIGNAL] < step]
+        if not missing:
+            return
+        start = time.monotonic()
+        sleep_s = _SLEEP_S
+        while True:
+            missing = [peer for peer in missing if self._blocks[peer][ControlLayout.SIGNAL] < step]
+            if not missing:
+                return
+            waited_s = time.monotonic() - start
+            if waited_s < self._spin_s:
+                continue
+            if waited_s < _YIELD_S:
+                os.sched_yield()
+            elif waited_s < self.timeout_s:
+                time.sleep(sleep_s)
+                sleep_s = min(2 * sleep_s, _MAX_SLEEP_S)
+            else:
+                self._raise_timeout(missing, step, call, awaited)
+
+    def _raise_timeout(self, missing: list[int], step: int, call: str, awaited: str) -> None:
+        seen = ", ".join(f"rank {peer} is at step {self._blocks[peer][ControlLayout.SIGNAL]}" for peer in missing)
+        message = (
+            f"rank {self.rank}: no sign of {awaited} in {call} from ranks {missing} after {self.timeout_s} s "
+            f"(this rank is at step {step}; {seen})"
+        )
+        self._failure = message
+        raise PeerTimeoutError(
+            message,
+            missing,
+            hint="look for an error or a slow step on those ranks; DEEP_EP_TIMEOUT_S sets the limit",
+        )
+
+
+_fence_lock = threading.Lock()
+_fence_lock.acquire()
+_fence_guard = threading.Lock()
+
+
+def _fence() -> None:
+    """Keep memory accesses before this line before those after it, for other processes too.
+
+    Releasing a lock publishes every store before it, and nothing after an acquire of the same lock moves before that
+    acquire: locks are made of release and acquire operations on every processor. (An acquire followed by a release
+    would not do: accesses from both sides may move in between the two and pass each other there.)
+    """
+    with _fence_guard:  # one thread at a time
+        _fence_lock.release()
+        _fence_lock.acquire()
