@@ -4,6 +4,7 @@ import doctest
 
 import pytest
 import torch
+
 from deep_ep import reference
 
 

@@ -1,0 +1,28 @@
+"""Fixtures and profiles that all tests share."""
+
+import os
+
+import hypothesis
+import pytest
+
+from rank_pool import RankPool
+
+_COMMON = {
+    "deadline": None,  # ranks share few cores; time limits are those of pytest-timeout and of the rank pool
+    "print_blob": True,
+    "suppress_health_check": [
+        hypothesis.HealthCheck.function_scoped_fixture,
+        hypothesis.HealthCheck.too_slow,
+    ],
+}
+hypothesis.settings.register_profile("ci", max_examples=60, derandomize=True, **_COMMON)
+hypothesis.settings.register_profile("nightly", max_examples=2000, **_COMMON)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(scope="session")
+def pool():
+    """Ranks to run functions on; see `rank_pool.RankPool.run`."""
+    pool = RankPool()
+    yield pool
+    pool.close()
