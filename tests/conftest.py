@@ -15,8 +15,8 @@ _COMMON = {
         hypothesis.HealthCheck.too_slow,
     ],
 }
-hypothesis.settings.register_profile("ci", max_examples=60, derandomize=True, **_COMMON)
-hypothesis.settings.register_profile("nightly", max_examples=2000, **_COMMON)
+hypothesis.settings.register_profile("ci", max_examples=250, derandomize=True, **_COMMON)
+hypothesis.settings.register_profile("nightly", max_examples=5000, **_COMMON)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import io
 import multiprocessing
 import os
 import pickle
@@ -35,9 +36,9 @@ import torch.distributed as dist
 NUM_POOL_RANKS = 8
 TIMEOUT_S = 60.0
 PEER_TIMEOUT_S = 20.0
-"""How long the library waits for a peer in the ranks here: shorter than our own limit, as its error says more."""
+"""How long the library waits for a peer in these ranks: less than our own limit, as its error says more."""
 
-_MODULES_TO_PRELOAD = [
+_PRELOADED = [
     "torch",
     "torch.distributed",
     "numpy",
@@ -46,6 +47,29 @@ _MODULES_TO_PRELOAD = [
     "deep_ep",
     "deep_ep.reference",
 ]
+
+
+class _Pickler(pickle.Pickler):
+    """Writes tensors as their own bytes; torch would write the whole memory that a view looks on."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor):
+            return NotImplemented
+        content = obj.detach().reshape(-1).clone().view(torch.uint8).numpy().tobytes() if obj.numel() else b""
+        return _make_tensor, (content, obj.dtype, tuple(obj.shape))
+
+
+def _make_tensor(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not content:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
+
+
+def _dumps(value: Any) -> bytes:
+    """Pickle a value; of tensors remain dtype, shape and content."""
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5).dump(value)
+    return stream.getvalue()
 
 
 class PerRank(list):
@@ -120,9 +144,9 @@ def _serve(rank: int, num_ranks: int, port: int, channel: connection.Connection,
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 try:
-                    answer = pickle.dumps((True, function(ranks[num_taking_part], *args)))
+                    answer = _dumps((True, function(ranks[num_taking_part], *args)))
                 except BaseException:
-                    answer = pickle.dumps((False, traceback.format_exc()))
+                    answer = _dumps((False, traceback.format_exc()))
             channel.send_bytes(answer)
     os._exit(0)
 
@@ -146,7 +170,7 @@ class RankPool:
         self._workers: list[_Worker] = []
         self._group_sizes: set[int] = set()
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_MODULES_TO_PRELOAD)
+        self._context.set_forkserver_preload(_PRELOADED)
         self._folder = tempfile.TemporaryDirectory(prefix="rank-pool-")
         self._store: dist.Store | None = None
         self.num_starts = 0
@@ -164,11 +188,11 @@ class RankPool:
         if num_ranks not in self._group_sizes:
             self._group_sizes.add(num_ranks)
             for worker in self._workers:
-                worker.channel.send_bytes(pickle.dumps((num_ranks, None, ())))
+                worker.channel.send_bytes(_dumps((num_ranks, None, ())))
         workers = self._workers[:num_ranks]
         for rank, worker in enumerate(workers):
             mine = tuple(arg[rank] if isinstance(arg, PerRank) else arg for arg in args)
-            worker.channel.send_bytes(pickle.dumps((num_ranks, function, mine)))
+            worker.channel.send_bytes(_dumps((num_ranks, function, mine)))
         answers = self._collect(workers, timeout_s)
         if all(answer is not None and answer[0] for answer in answers):
             return [answer[1] for answer in answers if answer is not None]
@@ -291,7 +315,7 @@ class FreshRanks:
         for rank in range(num_ranks):
             mine = tuple(arg[rank] if isinstance(arg, PerRank) else arg for arg in args)
             job = (sys.path, function.__module__, function.__name__, mine, rank, num_ranks, self.store.port)
-            self._path(rank, "job").write_bytes(pickle.dumps(job))
+            self._path(rank, "job").write_bytes(_dumps(job))
             variables = (env[rank] if isinstance(env, PerRank) else env) or {}
             with self._path(rank, "output").open("wb") as output:
                 self._processes.append(
@@ -389,7 +413,7 @@ def _run_fresh(job_path: str, result_path: str) -> None:
     store = _join_world(rank, num_ranks, port)
     result = function(Rank(rank, num_ranks, store, dist.group.WORLD), *args)
     partial = Path(result_path).with_suffix(".partial")
-    partial.write_bytes(pickle.dumps(result))
+    partial.write_bytes(_dumps(result))
     partial.rename(result_path)
 
 
