@@ -123,7 +123,9 @@ class Buffer:
         if getattr(self, "_engine", None) is None:
             return
         if self.explicitly_destroy:
-            logger.warning("rank %d: a buffer made with explicitly_destroy=True was dropped without destroy()", self.rank)
+            logger.warning(
+                "rank %d: a buffer made with explicitly_destroy=True was dropped without destroy()", self.rank
+            )
         self.destroy()
 
     # Settings and helpers
@@ -249,10 +251,16 @@ class Buffer:
         """
         engine = self._running()
         checks.check_at_least("num_experts", num_experts, 1)
-        topk_idx = checks.check_topk_idx(topk_idx, "num_tokens", num_experts, engine.device)
+        topk_idx = checks.check_topk_idx(topk_idx, "num_tokens", engine.device)
         _wait(previous_event)
         layout = engine.compute_layout(topk_idx, num_experts)
-        return layout.num_tokens_per_rank, None, layout.num_tokens_per_expert, layout.is_token_in_rank, _event(async_finish)
+        return (
+            layout.num_tokens_per_rank,
+            None,
+            layout.num_tokens_per_expert,
+            layout.is_token_in_rank,
+            _event(async_finish),
+        )
 
     def dispatch(
         self,
@@ -325,8 +333,7 @@ class Buffer:
         layout = checks.check_layout(
             num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, rows.size(0), self.group_size, engine.device
         )
-        num_experts = layout.num_tokens_per_expert.numel()
-        idx, weights = checks.check_topk(topk_idx, topk_weights, rows.size(0), num_experts, engine.device)
+        idx, weights = checks.check_topk(topk_idx, topk_weights, rows.size(0), engine.device)
         if checks.check_at_least("num_worst_tokens", num_worst_tokens, 0) and idx is None:
             raise ConfigError(f"num_worst_tokens={num_worst_tokens} needs topk_idx and topk_weights, got None")
         request = DispatchRequest(

@@ -40,19 +40,19 @@ def check_tensor(
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    wanted = "[" + ", ".join(str(size) for size in shape) + "]"
-    fits = tensor.dim() == len(shape) and all(
-        isinstance(size, str) or size == actual for size, actual in zip(shape, tensor.shape, strict=True)
-    )
-    if not fits:
-        hint = f"pass {name}.view(-1, {name}.size(-1))" if tensor.dim() > 2 == len(shape) else None
-        raise ConfigError(f"{name} must have shape {wanted}, got {list(tensor.shape)}", hint)
+    sizes = tensor.shape
+    if len(sizes) != len(shape) or any(
+        type(size) is int and size != actual for size, actual in zip(shape, sizes, strict=True)
+    ):
+        hint = f"pass {name}.view(-1, {name}.size(-1))" if len(sizes) > 2 == len(shape) else None
+        wanted = ", ".join(str(size) for size in shape)
+        raise ConfigError(f"{name} must have shape [{wanted}], got {list(sizes)}", hint)
     if tensor.dtype not in dtypes:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ConfigError(f"{name} must be {names}, got {str(tensor.dtype).removeprefix('torch.')}")
     if tensor.device.type != device.type:
         raise ConfigError(f"{name} must be on {device.type}, where this buffer is, got a tensor on {tensor.device}")
-    return tensor.detach().contiguous()
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 def check_rows(x: object, device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -69,19 +69,13 @@ def check_rows(x: object, device: torch.device) -> tuple[Tensor, Tensor | None]:
     return rows, check_tensor("the scales of x", scales, device=device, shape=shape, dtypes=DTYPES)
 
 
-def check_topk_idx(topk_idx: object, num_tokens: int | str, num_experts: int, device: torch.device) -> Tensor:
-    """Check expert ids: -1, or one of the experts."""
-    idx = check_tensor("topk_idx", topk_idx, device=device, shape=(num_tokens, "num_topk"), dtypes=_IDX_DTYPES)
-    if idx.numel():
-        smallest, largest = torch.aminmax(idx)
-        for value in (int(smallest), int(largest)):
-            if not -1 <= value < num_experts:
-                raise ConfigError(f"topk_idx must be -1 or from 0 to num_experts - 1 = {num_experts - 1}, got {value}")
-    return idx
+def check_topk_idx(topk_idx: object, num_tokens: int | str, device: torch.device) -> Tensor:
+    """Check expert ids, but for their range, which the engine sees when it counts them."""
+    return check_tensor("topk_idx", topk_idx, device=device, shape=(num_tokens, "num_topk"), dtypes=_IDX_DTYPES)
 
 
 def check_topk(
-    topk_idx: object, topk_weights: object, num_tokens: int, num_experts: int, device: torch.device
+    topk_idx: object, topk_weights: object, num_tokens: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
     """Check the top-k tensors of a dispatch: both, or neither."""
     if topk_idx is None and topk_weights is None:
@@ -89,10 +83,8 @@ def check_topk(
     if topk_idx is None or topk_weights is None:
         missing = "topk_idx" if topk_idx is None else "topk_weights"
         raise ConfigError(f"topk_idx and topk_weights must be given together, but {missing} is None")
-    idx = check_topk_idx(topk_idx, num_tokens, num_experts, device)
-    weights = check_tensor(
-        "topk_weights", topk_weights, device=device, shape=tuple(idx.shape), dtypes=(torch.float32,)
-    )
+    idx = check_topk_idx(topk_idx, num_tokens, device)
+    weights = check_tensor("topk_weights", topk_weights, device=device, shape=tuple(idx.shape), dtypes=(torch.float32,))
     return idx, weights
 
 
@@ -128,11 +120,6 @@ def check_layout(
     )
     if layout.num_tokens_per_expert.numel() == 0:
         raise ConfigError("num_tokens_per_expert must have one item per expert, got none")
-    if device.type == "cpu":  # on a GPU, looking would mean to wait for it
-        counted = layout.is_token_in_rank.sum(0).tolist()
-        told = layout.num_tokens_per_rank.tolist()
-        if counted != told:
-            raise ConfigError(f"num_tokens_per_rank must be the column sums of is_token_in_rank, {counted}, got {told}")
     return layout
 
 
@@ -186,8 +173,10 @@ def check_combine(
     if len(biases) > 2:
         raise ConfigError(f"bias must be None, a tensor or a pair of tensors, got {len(biases)} items")
     shape = (num_tokens, rows.size(1))
-    return rows, weights, tuple(
-        check_tensor("bias", item, device=device, shape=shape, dtypes=(rows.dtype,)) for item in biases
+    return (
+        rows,
+        weights,
+        tuple(check_tensor("bias", item, device=device, shape=shape, dtypes=(rows.dtype,)) for item in biases),
     )
 
 

@@ -2,19 +2,20 @@
 
 Each rank of a host owns two kinds of memory that every other rank of the host has mapped:
 
-- a **control block** of a few hundred bytes (`ControlLayout`): one signal word and two areas of integers;
+- a **control block** of some kilobytes (`ControlLayout`): one signal word and two areas of integers;
 - **segments**, which hold rows. A call uses one **extent** of one segment, cut into **sections** by
   `DispatchLayout` or `CombineLayout`. Senders and the receiver compute the same offsets from the same integers.
 
-Example: rank 1 receives two rows of 6 bytes from rank 0 and one from itself, with no scales and no top-k::
+Example: rank 1 receives two rows of 6 bytes from rank 0 and one from itself, with a scale of 4 bytes each and one
+expert id, one weight and a source index as record::
 
     control block of rank 1            an extent of rank 1, from its offset on
-    +--------+--------+--------+       +------------------+-----------+------------------------+
-    | signal | area 0 | area 1 |       | x: 3 rows x 6 B  | src_idx   | meta: one line of      |
-    | 128 B  |        |        |       | row 0, 1: rank 0 | 3 x 4 B   | integers per source    |
-    +--------+--------+--------+       | row 2: rank 1    |           |                        |
-                                       +------------------+-----------+------------------------+
-                                       0                  128         256                  384
+    +--------+--------+--------+       +------------------+------------------+------------------+
+    | signal | area 0 | area 1 |       | x: 3 rows x 6 B  | scales           | records          |
+    | 128 B  |        |        |       | row 0, 1: rank 0 | 3 rows x 4 B     | 3 rows x 16 B    |
+    +--------+--------+--------+       | row 2: rank 1    | in the same order| in the same order|
+                                       +------------------+------------------+------------------+
+                                       0                  128                256              384
 """
 
 from __future__ import annotations
@@ -29,59 +30,39 @@ def align(num_bytes: int) -> int:
 
 
 class ControlLayout:
-    """The control block of one rank, counted in words of 8 bytes.
-
-    Args:
-        num_ranks: Ranks of the group.
-    """
+    """The control block of one rank, counted in words of 8 bytes."""
 
     SIGNAL = 0
-    NUM_HEADER_WORDS = 16
+    NUM_AREA_WORDS = 1024
+    _FIRST_AREA = ALIGNMENT_BYTES // 8
+    NUM_BYTES = (_FIRST_AREA + 2 * NUM_AREA_WORDS) * 8
 
-    def __init__(self, num_ranks: int) -> None:
-        words_per_line = ALIGNMENT_BYTES // 8
-        self.num_area_words = align((self.NUM_HEADER_WORDS + num_ranks) * 8) // 8
-        self._areas = (words_per_line, words_per_line + self.num_area_words)
-        self.num_bytes = (words_per_line + 2 * self.num_area_words) * 8
-
-    def area(self, step: int) -> int:
+    @classmethod
+    def area(cls, step: int) -> int:
         """Return the first word of the area that a step uses: steps take turns between two."""
-        return self._areas[step % 2]
+        return cls._FIRST_AREA + step % 2 * cls.NUM_AREA_WORDS
 
 
 class DispatchLayout:
     """The sections of the extent that one rank receives a dispatch into; each attribute is a byte offset.
 
+    A **record** is what travels beside a token's row, in words of 4 bytes: its expert ids, its weights, and its index
+    at the source.
+
     Args:
         num_rows: Rows of the receiver, from all ranks.
         row_bytes: Bytes of one row of x.
         scale_row_bytes: Bytes of one token's scales, 0 without scales.
-        num_topk: Columns of the top-k tensors, 0 without them.
-        topk_idx_bytes: Bytes of one expert id.
-        num_meta: Integers of 4 bytes that each source adds about its rows.
-        num_ranks: Ranks of the group.
+        record_bytes: Bytes of one record, 0 without records.
     """
 
-    __slots__ = ("meta", "num_bytes", "scales", "src_idx", "topk_idx", "topk_weights", "x")
+    __slots__ = ("num_bytes", "records", "scales", "x")
 
-    def __init__(
-        self,
-        *,
-        num_rows: int,
-        row_bytes: int,
-        scale_row_bytes: int,
-        num_topk: int,
-        topk_idx_bytes: int,
-        num_meta: int,
-        num_ranks: int,
-    ) -> None:
+    def __init__(self, *, num_rows: int, row_bytes: int, scale_row_bytes: int, record_bytes: int) -> None:
         self.x = 0
         self.scales = align(num_rows * row_bytes)
-        self.topk_idx = self.scales + align(num_rows * scale_row_bytes)
-        self.topk_weights = self.topk_idx + align(num_rows * num_topk * topk_idx_bytes)
-        self.src_idx = self.topk_weights + align(num_rows * num_topk * 4)
-        self.meta = self.src_idx + align(num_rows * 4)
-        self.num_bytes = self.meta + align(num_ranks * num_meta * 4)
+        self.records = self.scales + align(num_rows * scale_row_bytes)
+        self.num_bytes = self.records + align(num_rows * record_bytes)
 
 
 class CombineLayout:

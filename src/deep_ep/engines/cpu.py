@@ -1,29 +1,25 @@
 """The CPU engine: ranks are processes of one host, rows move through memory that all of them have mapped.
 
 `deep_ep.engines.exchange` has the protocol; here is what each call writes, and where. A dispatch moves each row with
-one vectorised copy, from the sender's tensor into the receiver's memory, and what it returns are tensors on that very
-memory: nothing is copied out (`deep_ep.memory.arena` has their lifetime).
+one vectorised copy, from the sender's tensor into the receiver's memory, and the rows it returns are tensors on that
+very memory: they are not copied out (`deep_ep.memory.arena` has their lifetime).
 """
 
 from __future__ import annotations
 
-from itertools import accumulate
+import zlib
+from array import array
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from deep_ep.engines import rows
 from deep_ep.engines.base import CachedDispatchRequest, CombineRequest, DispatchRequest, DispatchResult, Handle, Layout
-from deep_ep.engines.exchange import (
-    CALLS,
-    DTYPES,
-    Exchange,
-    Exchanger,
-    Header,
-    check_recv_counts,
-    check_worst_tokens,
-)
-from deep_ep.engines.routing import compute_channels, compute_layout, expert_range, token_psum
+from deep_ep.engines.exchange import CALLS, DTYPES, Exchange, Exchanger, Header, check_worst_tokens
+from deep_ep.engines.routing import compute_channels, compute_layout, expert_range, local_expert, token_numbers
+from deep_ep.errors import ConfigError
 from deep_ep.layout import CombineLayout, DispatchLayout
 from deep_ep.memory.rendezvous import Rendezvous
 
@@ -51,11 +47,11 @@ class CpuEngine:
     @torch.no_grad()
     def dispatch(self, request: DispatchRequest) -> DispatchResult:
         """Send tokens to the ranks of their experts."""
-        layout, x, scales = request.layout, request.x, request.scales
-        topk_idx, topk_weights = request.topk_idx, request.topk_weights
-        send_counts = layout.num_tokens_per_rank.tolist()
-        num_experts = layout.num_tokens_per_expert.numel()
-        num_channels = request.config.num_channels
+        layout, x, scales, topk_idx = request.layout, request.x, request.scales, request.topk_idx
+        channels = compute_channels(layout.is_token_in_rank, request.config.num_channels)
+        send_counts = _check_counts(layout, channels.ends)
+        tokens = _tokens_by_rank(layout.is_token_in_rank, send_counts)
+        records = _make_records(x.size(0), topk_idx, request.topk_weights)
         header = Header(
             call=CALLS.index("dispatch"),
             dtype=DTYPES.index(x.dtype),
@@ -63,54 +59,35 @@ class CpuEngine:
             scale_row_bytes=_row_bytes(scales),
             num_topk=0 if topk_idx is None else topk_idx.size(1),
             topk_idx_bytes=0 if topk_idx is None else topk_idx.element_size(),
-            num_experts=num_experts,
-            num_channels=num_channels,
+            num_experts=layout.num_tokens_per_expert.numel(),
+            num_channels=request.config.num_channels,
             num_worst_tokens=request.num_worst_tokens,
         )
-        channels = compute_channels(layout.is_token_in_rank, num_channels)
-        meta = self._describe_rows(layout.num_tokens_per_expert, channels.begin)
-        exchange = self._exchanger.begin(header, send_counts, self._dispatch_layout)
+        told = [*send_counts, *channels.ends.view(-1).tolist(), *layout.num_tokens_per_expert.tolist()]
+        exchange = self._exchanger.begin(header, _dispatch_layout, told)
         check_worst_tokens(exchange)
         with self._exchanger.writing(exchange):
-            tokens = _tokens_by_rank(layout.is_token_in_rank, send_counts)
-            for dst in exchange.receivers():
-                extent, at, first_row = exchange.extents[dst], exchange.layouts[dst], exchange.first_row(dst)
-                own_meta = rows.section(extent, at.meta, self.num_ranks, torch.int32, meta.size(1))[self.rank]
-                own_meta.copy_(meta[dst])
-                if send_counts[dst] == 0:
-                    continue
-                rows.gather(x, tokens[dst], extent, at.x, first_row)
-                if scales is not None:
-                    rows.gather(scales, tokens[dst], extent, at.scales, first_row)
-                if topk_idx is not None and topk_weights is not None:
-                    rows.gather(topk_idx, tokens[dst], extent, at.topk_idx, first_row)
-                    rows.gather(topk_weights, tokens[dst], extent, at.topk_weights, first_row)
-                rows.copy(tokens[dst].to(torch.int32).unsqueeze(1), extent, at.src_idx, first_row)
-        return self._received(request, exchange, channels.channel_prefix_matrix, channels.send_head)
+            _write_rows(exchange, tokens, x, scales, records)
+        return self._receive(request, exchange, channels.ends.t().contiguous(), channels.send_head)
 
     @torch.no_grad()
     def dispatch_cached(self, request: CachedDispatchRequest) -> tuple[Tensor, Tensor | None]:
         """Send tokens the way of an earlier dispatch; return rows and scales."""
-        handle, x, scales = request.handle, request.x, request.scales
-        send_counts = handle.is_token_in_rank.sum(0).tolist()
-        num_rows = handle.recv_src_idx.numel()
+        x, scales, is_token_in_rank = request.x, request.scales, request.handle.is_token_in_rank
+        num_rows = request.handle.recv_src_idx.numel()
+        routing = _read_routing(request.handle)
+        tokens = _tokens_by_rank(is_token_in_rank, routing.counts[self.rank])
         header = Header(
             call=CALLS.index("cached dispatch"),
             dtype=DTYPES.index(x.dtype),
             hidden=x.size(1),
             scale_row_bytes=_row_bytes(scales),
+            routing=routing.checksum,
             num_worst_tokens=num_rows,
         )
-        exchange = self._exchanger.begin(header, send_counts, self._dispatch_layout)
+        exchange = self._exchanger.begin(header, _dispatch_layout, counts=routing.counts)
         with self._exchanger.writing(exchange):
-            check_recv_counts(exchange, _counts_by_source(handle, self.rank))
-            tokens = _tokens_by_rank(handle.is_token_in_rank, send_counts)
-            for dst in exchange.receivers():
-                extent, at, first_row = exchange.extents[dst], exchange.layouts[dst], exchange.first_row(dst)
-                if send_counts[dst]:
-                    rows.gather(x, tokens[dst], extent, at.x, first_row)
-                    if scales is not None:
-                        rows.gather(scales, tokens[dst], extent, at.scales, first_row)
+            _write_rows(exchange, tokens, x, scales, None)
         sizes = [num_rows * _row_bytes(x), num_rows * _row_bytes(scales)]
         recv_x, recv_scales = self._exchanger.take_sections(exchange, sizes)
         return _as_rows(recv_x, num_rows, x), None if scales is None else _as_rows(recv_scales, num_rows, scales)
@@ -118,112 +95,82 @@ class CpuEngine:
     @torch.no_grad()
     def combine(self, request: CombineRequest) -> tuple[Tensor, Tensor | None]:
         """Bring rows back and add them."""
-        x, weights, biases, handle = request.x, request.topk_weights, request.biases, request.handle
-        is_token_in_rank = handle.is_token_in_rank
-        num_topk = 0 if weights is None else weights.size(1)
-        num_tokens = is_token_in_rank.size(0)
+        x, weights, biases = request.x, request.topk_weights, request.biases
+        is_token_in_rank, num_tokens = request.handle.is_token_in_rank, request.handle.is_token_in_rank.size(0)
+        routing = _read_routing(request.handle)
+        recv_counts = routing.counts[self.rank]  # a rank gets back what it sent
+        token_rows = rows.TokenRows(is_token_in_rank, recv_counts, len(biases))
+        num_back = sum(recv_counts)
+        if len(token_rows.rows) != num_back + len(biases) * num_tokens:
+            raise _corrupt_handle(num_back)
         header = Header(
             call=CALLS.index("combine"),
             dtype=DTYPES.index(x.dtype),
             hidden=x.size(1),
-            num_topk=num_topk,
+            num_topk=0 if weights is None else weights.size(1),
+            routing=routing.checksum,
             num_bias_rows=len(biases) * num_tokens,
         )
-        send_counts = _counts_by_source(handle, self.rank)
-        recv_counts = is_token_in_rank.sum(0).tolist()
-        num_back = sum(recv_counts)
-        exchange = self._exchanger.begin(header, send_counts, _combine_layout)
-        own, own_at = exchange.extents[self.rank], exchange.layouts[self.rank]
-        row_begins = [0, *accumulate(send_counts)]
+        counts_back = [list(column) for column in zip(*routing.counts, strict=True)]
+        exchange = self._exchanger.begin(header, _combine_layout, counts=counts_back)
+        begins = [0, *accumulate(counts_back[self.rank])]
+        own, own_at = exchange.memories[self.rank], exchange.layouts[self.rank]
+        own_offset = exchange.places[self.rank].offset
         with self._exchanger.writing(exchange):
-            check_recv_counts(exchange, recv_counts)
             for dst in exchange.receivers():
-                extent, at, first_row = exchange.extents[dst], exchange.layouts[dst], exchange.first_row(dst)
-                mine = slice(row_begins[dst], row_begins[dst + 1])
-                rows.copy(x[mine], extent, at.x, first_row)
+                mine, first_row = slice(begins[dst], begins[dst + 1]), exchange.first_row(dst)
+                memory, offset, at = exchange.memories[dst], exchange.places[dst].offset, exchange.layouts[dst]
+                rows.copy(x[mine], memory, offset + at.x + first_row * _row_bytes(x))
                 if weights is not None:
-                    rows.copy(weights[mine], extent, at.topk_weights, first_row)
+                    rows.copy(weights[mine], memory, offset + at.topk_weights + first_row * _row_bytes(weights))
             for i, bias in enumerate(biases):
-                rows.copy(bias, own, own_at.x, num_back + i * num_tokens)
-        block_begins = torch.tensor([0, *accumulate(recv_counts)][:-1], dtype=torch.int32)
-        row_of_token = token_psum(is_token_in_rank)[:-1] + block_begins
-        table = rows.section(own, own_at.x, num_back + header.num_bias_rows, x.dtype, x.size(1))
-        bias_begins = [num_back + i * num_tokens for i in range(len(biases))]
-        combined = rows.sum_by_token(table, is_token_in_rank, row_of_token, bias_begins)
+                rows.copy(bias, own, own_offset + own_at.x + (num_back + i * num_tokens) * _row_bytes(x))
+        table = own.rows(own_offset + own_at.x, num_back + header.num_bias_rows, x.size(1), x.dtype)
+        combined_x = token_rows.sum(table)
         if weights is None:
-            return combined, None
-        table = rows.section(own, own_at.topk_weights, num_back, torch.float32, num_topk)
-        return combined, rows.sum_by_token(table, is_token_in_rank, row_of_token, [])
+            return combined_x, None
+        if biases:
+            token_rows = rows.TokenRows(is_token_in_rank, recv_counts)
+        table = own.rows(own_offset + own_at.topk_weights, num_back, weights.size(1), torch.float32)
+        return combined_x, token_rows.sum(table)
 
     def local_bytes(self) -> Tensor:
         """Return the first segment of this rank's shared memory, as a uint8 tensor."""
-        return next((tensors[self.rank] for tensors in self._exchanger.segments.values()), _NO_BYTES)
+        return next((memories[self.rank].data for memories in self._exchanger.segments.values()), _NO_BYTES)
 
     def close(self) -> None:
         """Let go of the memory; received tensors that still live keep what they use."""
         self._exchanger.close()
 
-    def _dispatch_layout(self, header: Header, num_rows: int) -> DispatchLayout:
-        return DispatchLayout(
-            num_rows=max(num_rows, header.num_worst_tokens),
-            row_bytes=header.hidden * DTYPES[header.dtype].itemsize,
-            scale_row_bytes=header.scale_row_bytes,
-            num_topk=header.num_topk,
-            topk_idx_bytes=header.topk_idx_bytes,
-            num_meta=header.num_channels + self._max_local_experts(header.num_experts),
-            num_ranks=self.num_ranks,
-        )
-
-    def _max_local_experts(self, num_experts: int) -> int:
-        return -(-num_experts // self.num_ranks)
-
-    def _describe_rows(self, num_tokens_per_expert: Tensor, channel_begin: Tensor) -> Tensor:
-        """Return `[R, C + L]` int32: for each receiver, where channels begin, then the counts of its experts."""
-        num_experts, num_channels = num_tokens_per_expert.numel(), channel_begin.size(1)
-        meta = torch.zeros(self.num_ranks, num_channels + self._max_local_experts(num_experts), dtype=torch.int32)
-        meta[:, :num_channels] = channel_begin
-        for dst in range(self.num_ranks):
-            begin, end = expert_range(dst, num_experts, self.num_ranks)
-            meta[dst, num_channels : num_channels + end - begin] = num_tokens_per_expert[begin:end]
-        return meta
-
-    def _received(
+    def _receive(
         self,
         request: DispatchRequest,
         exchange: Exchange[DispatchLayout],
         channel_prefix_matrix: Tensor,
         send_head: Tensor,
     ) -> DispatchResult:
-        """Turn what peers wrote into what a dispatch returns."""
-        x, scales, topk_idx, topk_weights = request.x, request.scales, request.topk_idx, request.topk_weights
-        header, num_real_rows = exchange.headers[self.rank], exchange.num_rows(self.rank)
-        num_rows = header.num_worst_tokens or num_real_rows
-        num_channels, num_experts = header.num_channels, header.num_experts
-        num_meta = num_channels + self._max_local_experts(num_experts)
-        row_sizes = [_row_bytes(x), _row_bytes(scales), _row_bytes(topk_idx), _row_bytes(topk_weights), 4]
-        sizes = [num_rows * row_bytes for row_bytes in row_sizes] + [self.num_ranks * num_meta * 4]
-        recv_x, recv_scales, recv_topk_idx, recv_topk_weights, recv_src_idx, meta = self._exchanger.take_sections(
-            exchange, sizes
-        )
-        src_idx = recv_src_idx.view(torch.int32)
-        src_idx[num_real_rows:] = -1
+        """Turn what peers wrote and told into what a dispatch returns."""
+        x, scales = request.x, request.scales
+        num_real_rows = exchange.num_rows(self.rank)
+        num_rows = request.num_worst_tokens or num_real_rows
+        sizes = [num_rows * _row_bytes(x), num_rows * _row_bytes(scales)]
+        recv_x, recv_scales = self._exchanger.take_sections(exchange, sizes)
+        topk_idx, topk_weights, src_idx = self._read_records(request, exchange, num_real_rows, num_rows)
+        num_experts = request.layout.num_tokens_per_expert.numel()
         first_expert, end_expert = expert_range(self.rank, num_experts, self.num_ranks)
-        local_idx = local_weights = None
-        if topk_idx is not None and topk_weights is not None:
-            local_idx = _as_rows(recv_topk_idx, num_rows, topk_idx)
-            local_weights = _as_rows(recv_topk_weights, num_rows, topk_weights)
-            local_idx[num_real_rows:] = -1
-            _make_local(local_idx, local_weights, first_expert, end_expert)
-        counts = meta.view(torch.int32).view(self.num_ranks, num_meta)
+        num_ends = self.num_ranks * request.config.num_channels
+        ends = [told[self.num_ranks : self.num_ranks + num_ends][self.rank :: self.num_ranks] for told in exchange.told]
         per_expert: list[int] = []
         if request.num_worst_tokens == 0:
-            expert_counts = counts[:, num_channels : num_channels + end_expert - first_expert]
+            begin = self.num_ranks + num_ends
+            counts = [told[begin + first_expert : begin + end_expert] for told in exchange.told]
             alignment = request.expert_alignment
-            per_expert = [-(-n // alignment) * alignment for n in expert_counts.sum(0).tolist()]
+            per_expert = [-(-sum(column) // alignment) * alignment for column in zip(*counts, strict=True)]
+        psum = list(accumulate(exchange.counts, lambda total, row: [a + b for a, b in zip(total, row, strict=True)]))
         handle = Handle(
-            rank_prefix_matrix=torch.tensor(exchange.counts, dtype=torch.int32).cumsum(0, dtype=torch.int32),
+            rank_prefix_matrix=torch.tensor(psum, dtype=torch.int32),
             channel_prefix_matrix=channel_prefix_matrix,
-            recv_channel_prefix_matrix=counts[:, :num_channels].clone(),
+            recv_channel_prefix_matrix=torch.tensor([[0, *column[:-1]] for column in ends], dtype=torch.int32),
             recv_src_idx=src_idx,
             is_token_in_rank=request.layout.is_token_in_rank,
             send_head=send_head,
@@ -231,11 +178,58 @@ class CpuEngine:
         return DispatchResult(
             x=_as_rows(recv_x, num_rows, x),
             scales=None if scales is None else _as_rows(recv_scales, num_rows, scales),
-            topk_idx=local_idx,
-            topk_weights=local_weights,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
             num_recv_tokens_per_expert=per_expert,
             handle=handle,
         )
+
+    def _read_records(
+        self, request: DispatchRequest, exchange: Exchange[DispatchLayout], num_real_rows: int, num_rows: int
+    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """Take the records apart; return expert ids among this rank's, weights and source indices."""
+        topk_idx, topk_weights = request.topk_idx, request.topk_weights
+        memory = exchange.memories[self.rank]
+        offset = exchange.places[self.rank].offset + exchange.layouts[self.rank].records
+        num_words = _record_words(exchange.headers[self.rank])
+        if topk_idx is None or topk_weights is None:
+            return None, None, memory.rows(offset, num_real_rows, num_words, torch.int32)[:, 0].contiguous()
+        num_topk, num_experts = topk_idx.size(1), request.layout.num_tokens_per_expert.numel()
+        num_idx_words = num_topk * topk_idx.element_size() // 4
+        record = memory.rows(offset, num_real_rows, num_words, torch.int32)
+        src_idx = record[:, num_idx_words + num_topk].contiguous()
+        expert = record.view(topk_idx.dtype)[:, :num_topk]
+        local = local_expert(self.rank, num_experts, self.num_ranks, topk_idx.dtype)[expert]
+        weights = record.view(torch.float32)[:, num_idx_words : num_idx_words + num_topk].masked_fill(local < 0, 0.0)
+        if num_rows > num_real_rows:
+            src_idx, local, weights = (_pad(rows_, num_rows) for rows_ in (src_idx, local, weights))
+        return local, weights.contiguous(), src_idx
+
+
+def _make_records(num_tokens: int, topk_idx: Tensor | None, topk_weights: Tensor | None) -> Tensor:
+    """Return `[T, P]` int32: what travels beside each token's row. P is even where expert ids have two words."""
+    numbers = token_numbers(num_tokens)
+    if topk_idx is None or topk_weights is None:
+        return numbers
+    parts = [topk_idx.view(torch.int32), topk_weights.view(torch.int32), numbers]
+    if topk_idx.element_size() == 8 and topk_idx.size(1) % 2 == 0:
+        parts.append(numbers)  # 3 K + 1 words would be odd
+    return torch.cat(parts, 1)
+
+
+def _record_words(header: Header) -> int:
+    num_words = header.num_topk * (header.topk_idx_bytes // 4 + 1) + 1
+    return num_words + (num_words % 2 if header.topk_idx_bytes == 8 else 0)
+
+
+def _dispatch_layout(header: Header, num_rows: int) -> DispatchLayout:
+    has_records = CALLS[header.call] == "dispatch"
+    return DispatchLayout(
+        num_rows=max(num_rows, header.num_worst_tokens),
+        row_bytes=header.hidden * DTYPES[header.dtype].itemsize,
+        scale_row_bytes=header.scale_row_bytes,
+        record_bytes=_record_words(header) * 4 if has_records else 0,
+    )
 
 
 def _combine_layout(header: Header, num_rows: int) -> CombineLayout:
@@ -247,28 +241,75 @@ def _combine_layout(header: Header, num_rows: int) -> CombineLayout:
     )
 
 
-def _row_bytes(rows: Tensor | None) -> int:
-    return 0 if rows is None else rows.size(1) * rows.element_size()
+def _write_rows(
+    exchange: Exchange[DispatchLayout], tokens: list[Tensor], x: Tensor, scales: Tensor | None, records: Tensor | None
+) -> None:
+    """Copy this rank's rows, and what travels beside them, to where each receiver wants them."""
+    x = rows.as_words(x)
+    scales = None if scales is None else rows.as_words(scales)
+    for dst in exchange.receivers():
+        token_idx = tokens[dst]
+        if len(token_idx) == 0:
+            continue
+        memory, at, first_row = exchange.memories[dst], exchange.layouts[dst], exchange.first_row(dst)
+        offset = exchange.places[dst].offset
+        rows.gather(x, token_idx, memory, offset + at.x + first_row * _row_bytes(x))
+        if scales is not None:
+            rows.gather(scales, token_idx, memory, offset + at.scales + first_row * _row_bytes(scales))
+        if records is not None:
+            rows.gather(records, token_idx, memory, offset + at.records + first_row * _row_bytes(records))
+
+
+class _Routing(NamedTuple):
+    """What a handle tells of a dispatch: `counts[src][dst]` rows, and a checksum that all ranks must agree on."""
+
+    counts: list[list[int]]
+    checksum: int
+
+
+def _read_routing(handle: Handle) -> _Routing:
+    psum = handle.rank_prefix_matrix.tolist()
+    rows_before = [[0] * len(psum), *psum]
+    counts = [[end - begin for begin, end in zip(*rows_, strict=True)] for rows_ in pairwise(rows_before)]
+    return _Routing(counts, zlib.crc32(array("q", [n for row in psum for n in row])))
+
+
+def _check_counts(layout: Layout, channel_ends: Tensor) -> list[int]:
+    """Return how many tokens go to each rank, by both of the tensors that tell it."""
+    told = layout.num_tokens_per_rank.tolist()
+    counted = channel_ends[-1].tolist()
+    if told != counted:
+        raise ConfigError(f"num_tokens_per_rank must be the column sums of is_token_in_rank, {counted}, got {told}")
+    return counted
+
+
+def _tokens_by_rank(is_token_in_rank: Tensor, counts: list[int]) -> list[Tensor]:
+    """Return, for each rank, the tokens that go there, in ascending order."""
+    tokens = is_token_in_rank.t().nonzero()[:, 1]
+    ends = list(accumulate(counts))
+    if len(tokens) != ends[-1]:
+        raise _corrupt_handle(ends[-1])
+    return [tokens[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def _corrupt_handle(num_rows: int) -> ConfigError:
+    return ConfigError(
+        f"handle must be as dispatch returned it, but is_token_in_rank does not name the {num_rows} rows that its "
+        "rank_prefix_matrix counts"
+    )
+
+
+def _row_bytes(rows_: Tensor | None) -> int:
+    return 0 if rows_ is None else rows_.size(1) * rows_.element_size()
 
 
 def _as_rows(data: Tensor, num_rows: int, like: Tensor) -> Tensor:
     return data.view(like.dtype).view(num_rows, like.size(1))
 
 
-def _tokens_by_rank(is_token_in_rank: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
-    """Return, for each rank, the tokens that go there, in ascending order."""
-    return is_token_in_rank.t().nonzero()[:, 1].split(counts)
-
-
-def _counts_by_source(handle: Handle, rank: int) -> list[int]:
-    """Return how many of the rows that this rank received in a dispatch came from each rank."""
-    psum = [0, *handle.rank_prefix_matrix[:, rank].tolist()]
-    return [end - begin for begin, end in zip(psum, psum[1:], strict=False)]
-
-
-def _make_local(topk_idx: Tensor, topk_weights: Tensor, first_expert: int, end_expert: int) -> None:
-    """Turn expert ids into ids among this rank's experts, in place: -1, and a weight of 0, for other ranks' experts."""
-    is_elsewhere = (topk_idx < first_expert) | (topk_idx >= end_expert)
-    topk_idx -= first_expert
-    topk_idx.masked_fill_(is_elsewhere, -1)
-    topk_weights.masked_fill_(is_elsewhere, 0.0)
+def _pad(rows_: Tensor, num_rows: int) -> Tensor:
+    """Add rows of -1, or of 0 where they are no integers, up to a number of rows."""
+    value = 0 if rows_.is_floating_point() else -1
+    padded = rows_.new_full((num_rows, *rows_.shape[1:]), value)
+    padded[: len(rows_)] = rows_
+    return padded

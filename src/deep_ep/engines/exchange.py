@@ -27,6 +27,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from deep_ep.engines.rows import Memory
 from deep_ep.errors import CapacityError, MismatchError, PeerError
 from deep_ep.layout import ControlLayout, align
 from deep_ep.memory.arena import Arena, Extent
@@ -54,7 +55,7 @@ DTYPES = (
 
 
 class Header(NamedTuple):
-    """What a rank says at the beginning of a call. The fields up to `num_channels` must be equal on all ranks."""
+    """What a rank says at the beginning of a call. The fields up to `routing` must be equal on all ranks."""
 
     call: int
     dtype: int
@@ -64,13 +65,14 @@ class Header(NamedTuple):
     topk_idx_bytes: int = 0
     num_experts: int = 0
     num_channels: int = 0
+    routing: int = 0
     num_worst_tokens: int = 0
     num_bias_rows: int = 0
 
 
-NUM_SIGNATURE_FIELDS = Header._fields.index("num_channels") + 1
-_NUM_WORDS = len(Header._fields) + len(Extent._fields)
-assert _NUM_WORDS <= ControlLayout.NUM_HEADER_WORDS
+NUM_SIGNATURE_FIELDS = Header._fields.index("routing") + 1
+_NUM_FIELDS = len(Header._fields)
+_NUM_WORDS = _NUM_FIELDS + len(Extent._fields)
 
 
 class Sections(Protocol):
@@ -90,29 +92,31 @@ class Exchange(Generic[L]):
 
     Attributes:
         call: The call, in words.
-        counts: `counts[src][dst]` rows go from src to dst.
         rank: This rank.
+        counts: `counts[src][dst]` rows go from src to dst.
         headers: What each rank said.
+        told: What each rank told beyond its header.
         layouts: The sections of each rank's extent.
         places: Where each rank's extent is.
-        extents: Each rank's extent, as a uint8 tensor on its memory.
+        memories: The segment that each rank's extent is in.
     """
 
     call: str
-    counts: list[list[int]]
     rank: int
+    counts: list[list[int]]
     headers: list[Header]
+    told: list[list[int]]
     layouts: list[L]
     places: list[Extent]
-    extents: list[Tensor]
+    memories: list[Memory]
 
     def first_row(self, dst: int) -> int:
         """Return where this rank's rows begin among those of a receiver."""
-        return sum(row[dst] for row in self.counts[: self.rank])
+        return sum([row[dst] for row in self.counts[: self.rank]])
 
     def num_rows(self, dst: int) -> int:
         """Return how many rows a receiver gets."""
-        return sum(row[dst] for row in self.counts)
+        return sum([row[dst] for row in self.counts])
 
     def receivers(self) -> Iterator[int]:
         """Go through all ranks, each rank beginning with its successor, so that they do not all write to one."""
@@ -133,35 +137,55 @@ class Exchanger:
         self.rank, self.num_ranks = rendezvous.rank, rendezvous.num_ranks
         self.control = Control(self.rank, self.num_ranks, rendezvous.all_gather, timeout_s)
         self.arena = Arena()
-        self.segments: dict[int, list[Tensor]] = {}
+        self.segments: dict[int, list[Memory]] = {}
         self._num_segments = 0
         self._num_asked_bytes = num_bytes
         if any(size for (size,) in rendezvous.all_gather([num_bytes])):
             self._add_segment(num_bytes, rendezvous.all_gather)
 
-    def begin(self, header: Header, send_counts: list[int], make_layout: MakeLayout[L]) -> Exchange[L]:
+    def begin(
+        self,
+        header: Header,
+        make_layout: MakeLayout[L],
+        told: Sequence[int] = (),
+        counts: list[list[int]] | None = None,
+    ) -> Exchange[L]:
         """Take the first step of a call.
+
+        Args:
+            header: What this rank says.
+            make_layout: How the extent of a rank is laid out.
+            told: More integers to tell the others; all ranks tell equally many.
+            counts: `counts[src][dst]` rows, if this rank knows them. If not, the first integers that each rank tells
+                are how many rows it has for each rank.
 
         Raises:
             MismatchError: If the ranks are in different calls, or in calls of different shapes.
             CapacityError: If memory is too small and no more can be had.
         """
         call = CALLS[header.call]
-        replies = self.control.all_gather([*header, *self.arena.largest_free(), *send_counts], call, "a header")
-        num_fields = len(Header._fields)
-        headers = [Header(*words[:num_fields]) for words in replies]
+        # What does not fit beside the header follows once all ranks are known to be in the same call.
+        room = ControlLayout.NUM_AREA_WORDS - _NUM_WORDS
+        words = [*header, *self.arena.largest_free(), *told[:room]]
+        replies = self.control.all_gather(words, call, "a header")
+        headers = [Header(*reply[:_NUM_FIELDS]) for reply in replies]
         self._check_signatures(headers)
-        places = [Extent(*words[num_fields:_NUM_WORDS]) for words in replies]
-        counts = [words[_NUM_WORDS:] for words in replies]
-        layouts = [make_layout(headers[dst], sum(row[dst] for row in counts)) for dst in range(self.num_ranks)]
+        places = [Extent(*reply[_NUM_FIELDS:_NUM_WORDS]) for reply in replies]
+        all_told = [reply[_NUM_WORDS:] for reply in replies]
+        if len(told) > room:
+            rest = self.control.all_gather(told[room:], call, "counts")
+            all_told = [begun + ended for begun, ended in zip(all_told, rest, strict=True)]
+        if counts is None:
+            counts = [integers[: self.num_ranks] for integers in all_told]
+        layouts = [make_layout(headers[dst], sum([row[dst] for row in counts])) for dst in range(self.num_ranks)]
         needs = [layout.num_bytes for layout in layouts]
         if any(need > place.num_bytes for need, place in zip(needs, places, strict=True)):
             places = self._grow(needs, places, call)
-        extents = [
-            self.segments[place.segment][dst][place.offset : place.offset + need] if need else _NO_BYTES
+        memories = [
+            self.segments[place.segment][dst] if need else _NO_MEMORY
             for dst, (place, need) in enumerate(zip(places, needs, strict=True))
         ]
-        return Exchange(call, counts, self.rank, headers, layouts, places, extents)
+        return Exchange(call, self.rank, counts, headers, all_told, layouts, places, memories)
 
     @contextmanager
     def writing(self, exchange: Exchange[L]) -> Iterator[None]:
@@ -217,19 +241,21 @@ class Exchanger:
             return self.control.all_gather(words, call, "new memory")
 
         unused = self.arena.remove_unused_segments() if needs[self.rank] > places[self.rank].num_bytes else []
-        for rank, (bits,) in enumerate(all_gather([sum(1 << segment for segment in unused if segment < 63)])):
-            for segment, tensors in self.segments.items():
+        for rank, (bits,) in enumerate(all_gather([sum(1 << segment for segment in unused)])):
+            for segment, memories in self.segments.items():
                 if bits >> segment & 1:
-                    tensors[rank] = _NO_BYTES
+                    memories[rank] = _NO_MEMORY
         is_short = [need > place.num_bytes for need, place in zip(needs, places, strict=True)]
         # A quarter more than is needed, so that routing which varies from call to call does not grow it each time.
         own_bytes = align(needs[self.rank] * 5 // 4) if is_short[self.rank] else 0
         if own_bytes:
-            asked = f"{self._num_asked_bytes:,} bytes were asked for"
-            level = logging.WARNING if self._num_asked_bytes else logging.INFO
-            logger.log(level, "rank %d: %s needs %s bytes, %s; mapping more", self.rank, call, f"{needs[self.rank]:,}", asked)
+            logger.log(
+                logging.WARNING if self._num_asked_bytes else logging.INFO,
+                "rank %d: this %s needs %d bytes of shared memory, num_nvl_bytes was %d; all ranks map %d more",
+                *(self.rank, call, needs[self.rank], self._num_asked_bytes, own_bytes),
+            )
         segment = self._add_segment(own_bytes, all_gather)
-        sizes = [tensor.numel() for tensor in self.segments[segment]]
+        sizes = [memory.data.numel() for memory in self.segments[segment]]
         return [
             Extent(segment, 0, size) if short else place
             for short, size, place in zip(is_short, sizes, places, strict=True)
@@ -239,7 +265,7 @@ class Exchanger:
         memory = HostMemory(num_bytes, self.rank, all_gather)
         segment = self._num_segments
         self._num_segments += 1
-        self.segments[segment] = [memory.tensor_of(rank) for rank in range(self.num_ranks)]
+        self.segments[segment] = [Memory(memory.tensor_of(rank)) for rank in range(self.num_ranks)]
         if num_bytes:
             self.arena.add_segment(segment, memory.bytes_of(self.rank))
         return segment
@@ -259,27 +285,13 @@ def check_worst_tokens(exchange: Exchange[L]) -> None:
             )
 
 
-def check_recv_counts(exchange: Exchange[L], expected: list[int]) -> None:
-    """Compare the rows that peers send with those that this rank's handle speaks of.
-
-    Raises:
-        MismatchError: If they differ.
-    """
-    for src, num_expected in enumerate(expected):
-        num_sent = exchange.counts[src][exchange.rank]
-        if num_sent != num_expected:
-            raise MismatchError(
-                f"rank {exchange.rank}: by its handle {num_expected} rows of this {exchange.call} come from rank {src}, "
-                f"but rank {src} sends {num_sent}",
-                hint="pass the handle of the same dispatch on all ranks",
-            )
-
-
 def _describe(header: Header, field: str) -> str:
     value = getattr(header, field)
     if field == "call":
         return CALLS[value]
+    if field == "routing":
+        return f"{CALLS[header.call]} with the handle of another dispatch (checksum {value})"
     return f"{CALLS[header.call]} with {field}={DTYPES[value] if field == 'dtype' else value}"
 
 
-_NO_BYTES = torch.empty(0, dtype=torch.uint8)
+_NO_MEMORY = Memory(torch.empty(0, dtype=torch.uint8))

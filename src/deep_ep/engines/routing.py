@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from deep_ep.engines.base import Layout
+from deep_ep.errors import ConfigError
 
 
 def expert_range(rank: int, num_experts: int, num_ranks: int) -> tuple[int, int]:
@@ -23,65 +24,79 @@ def expert_range(rank: int, num_experts: int, num_ranks: int) -> tuple[int, int]
 
 @lru_cache(maxsize=64)
 def _rank_of_expert(num_experts: int, num_ranks: int) -> Tensor:
-    """Return the rank of each expert, `[E + 1]`; the last item stands for the id -1 and is `num_ranks`."""
+    """Return `[E + 1]` int64: 1 + the rank of each expert, behind a 0 that stands for the expert -1."""
     sizes = [end - begin for begin, end in (expert_range(r, num_experts, num_ranks) for r in range(num_ranks))]
-    owners = torch.repeat_interleave(torch.arange(num_ranks), torch.tensor(sizes))
-    return torch.cat([owners, torch.tensor([num_ranks])])
+    owners = torch.repeat_interleave(torch.arange(1, num_ranks + 1), torch.tensor(sizes))
+    return torch.cat([torch.zeros(1, dtype=torch.int64), owners])
+
+
+@lru_cache(maxsize=64)
+def local_expert(rank: int, num_experts: int, num_ranks: int, dtype: torch.dtype) -> Tensor:
+    """Return `[E + 1]`: the number of each expert among those of a rank, -1 for others, and last for the expert -1."""
+    begin, end = expert_range(rank, num_experts, num_ranks)
+    table = torch.full((num_experts + 1,), -1, dtype=dtype)
+    table[begin:end] = torch.arange(end - begin, dtype=dtype)
+    return table
 
 
 def compute_layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
-    """Count where the tokens of `topk_idx` `[T, K]` go; -1 goes nowhere."""
-    num_tokens = topk_idx.size(0)
-    ranks = _rank_of_expert(num_experts, num_ranks)[topk_idx]
-    reached = torch.zeros(num_tokens, num_ranks + 1, dtype=torch.bool)
-    reached.scatter_(1, ranks, True)  # noqa: FBT003
-    is_token_in_rank = reached[:, :num_ranks].contiguous()
-    per_expert = torch.bincount(topk_idx.reshape(-1) + 1, minlength=num_experts + 1)[1:]
-    return Layout(is_token_in_rank.sum(0, dtype=torch.int32), per_expert.to(torch.int32), is_token_in_rank)
+    """Count where the tokens of `topk_idx` `[T, K]` go; -1 goes nowhere.
+
+    Raises:
+        ConfigError: If an id is none of the experts and not -1.
+    """
+    shifted = (topk_idx + 1).view(-1)
+    smallest, largest = (int(bound) - 1 for bound in torch.aminmax(shifted)) if shifted.numel() else (-1, -1)
+    if smallest < -1 or largest >= num_experts:
+        found = smallest if smallest < -1 else largest
+        raise ConfigError(f"topk_idx must be -1 or from 0 to num_experts - 1 = {num_experts - 1}, got {found}")
+    per_expert = torch.bincount(shifted, minlength=num_experts + 1)[1:].to(torch.int32)
+    reached = torch.zeros(topk_idx.size(0), num_ranks + 1, dtype=torch.bool)
+    owners = _rank_of_expert(num_experts, num_ranks).index_select(0, shifted)
+    reached.scatter_(1, owners.view(topk_idx.shape), True)
+    is_token_in_rank = reached[:, 1:].contiguous()
+    return Layout(is_token_in_rank.sum(0, dtype=torch.int32), per_expert, is_token_in_rank)
 
 
 class Channels(NamedTuple):
-    """How a rank's tokens, cut into C channels, fill the rows of each receiver.
+    """How a rank's tokens, cut into C channels of equal length, fill the rows of each receiver.
 
     Attributes:
-        channel_prefix_matrix: `[R, C]` int32, as in the handle.
-        begin: `[R, C]` int32; where each channel begins within this rank's rows on each rank.
+        ends: `[C, R]` int32; how many tokens go to each rank, up to the end of each channel.
         send_head: `[T, R]` int32, as in the handle.
     """
 
-    channel_prefix_matrix: Tensor
-    begin: Tensor
+    ends: Tensor
     send_head: Tensor
 
 
-def token_psum(is_token_in_rank: Tensor) -> Tensor:
-    """Return `[T + 1, R]` int32: how many tokens before each token go to each rank."""
+def compute_channels(is_token_in_rank: Tensor, num_channels: int) -> Channels:
+    """Cut tokens into channels (the last ones shorter) and number them within.
+
+    Example: three tokens in two channels of two tokens, all for rank 0: `ends[:, 0]` is [2, 3] and `send_head[:, 0]` is
+    [0, 1, 0].
+    """
     num_tokens, num_ranks = is_token_in_rank.shape
+    if num_tokens == 0:
+        return Channels(torch.zeros(num_channels, num_ranks, dtype=torch.int32), is_token_in_rank.to(torch.int32))
+    bounds, channel_of_token = _channel_bounds(num_tokens, num_channels)
     psum = torch.zeros(num_tokens + 1, num_ranks, dtype=torch.int32)
     torch.cumsum(is_token_in_rank, 0, dtype=torch.int32, out=psum[1:])
-    return psum
+    at_bounds = psum.index_select(0, bounds)
+    before_channel = at_bounds.index_select(0, channel_of_token)
+    send_head = (psum[1:] - before_channel).mul_(is_token_in_rank).sub_(1)
+    return Channels(at_bounds[1:], send_head)
 
 
-def compute_channels(is_token_in_rank: Tensor, num_channels: int) -> Channels:
-    """Cut tokens into channels of equal length (the last ones shorter) and number them within.
-
-    Example: three tokens in two channels of two tokens, all for rank 0: `channel_prefix_matrix[0]` is [2, 3],
-    `begin[0]` is [0, 2] and `send_head[:, 0]` is [0, 1, 0].
-    """
-    begin, end, channel_of_token = _channel_bounds(is_token_in_rank.size(0), num_channels)
-    psum = token_psum(is_token_in_rank)
-    rows_before_channel = psum[begin]
-    running = psum[:-1] - rows_before_channel[channel_of_token]
-    return Channels(
-        channel_prefix_matrix=psum[end].t().contiguous(),
-        begin=rows_before_channel.t(),
-        send_head=torch.where(is_token_in_rank, running, -1),
-    )
+@lru_cache(maxsize=16)
+def _channel_bounds(num_tokens: int, num_channels: int) -> tuple[Tensor, Tensor]:
+    """Return where channels begin and the last one ends, `[C + 1]`, and the channel of each token, `[T]`."""
+    each = -(-num_tokens // num_channels)
+    bounds = (torch.arange(num_channels + 1) * each).clamp(max=num_tokens)
+    return bounds, torch.arange(num_tokens) // each
 
 
-@lru_cache(maxsize=256)
-def _channel_bounds(num_tokens: int, num_channels: int) -> tuple[Tensor, Tensor, Tensor]:
-    each = max(-(-num_tokens // num_channels), 1)
-    begin = (torch.arange(num_channels) * each).clamp(max=num_tokens)
-    end = (begin + each).clamp(max=num_tokens)
-    return begin, end, torch.arange(num_tokens) // each
+@lru_cache(maxsize=16)
+def token_numbers(num_tokens: int) -> Tensor:
+    """Return `[T, 1]` int32: the numbers of the tokens."""
+    return torch.arange(num_tokens, dtype=torch.int32).unsqueeze(1)

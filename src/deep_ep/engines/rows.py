@@ -5,18 +5,13 @@ Rows are opaque bytes while they move, so any dtype of any width goes the same w
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-
-with warnings.catch_warnings():
-    # torch says once per process that its sparse matrices are in beta; it says it here, to nobody.
-    warnings.simplefilter("ignore")
-    torch.sparse_csr_tensor(torch.tensor([0]), torch.tensor([], dtype=torch.int64), torch.tensor([]), size=(0, 0))
 
 
 def as_words(rows: Tensor) -> Tensor:
@@ -27,53 +22,81 @@ def as_words(rows: Tensor) -> Tensor:
     return rows if width == rows.element_size() else rows.view(_WORDS[width])
 
 
-def section(extent: Tensor, offset: int, num_rows: int, dtype: torch.dtype, num_columns: int) -> Tensor:
-    """View a section of an extent of bytes as rows `[num_rows, num_columns]`."""
-    num_bytes = num_rows * num_columns * dtype.itemsize
-    return extent[offset : offset + num_bytes].view(dtype).view(num_rows, num_columns)
+class Memory:
+    """One rank's segment, to be seen as rows of any dtype.
+
+    Args:
+        data: All of it, as uint8.
+    """
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+        self._views: dict[torch.dtype, Tensor] = {}
+
+    def rows(self, offset_bytes: int, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
+        """View `[num_rows, num_columns]` that begin at a byte offset, which the size of an item divides."""
+        view = self._views.get(dtype)
+        if view is None:
+            num_bytes = self.data.numel() // dtype.itemsize * dtype.itemsize
+            view = self._views[dtype] = self.data[:num_bytes].view(dtype)
+        return view.as_strided((num_rows, num_columns), (num_columns, 1), offset_bytes // dtype.itemsize)
 
 
-def gather(source: Tensor, token_idx: Tensor, extent: Tensor, offset: int, first_row: int) -> None:
-    """Copy the named rows of `source` `[T, H]` into a section of an extent, from `first_row` of it on."""
-    words = as_words(source)
-    row_bytes = source.size(1) * source.element_size()
-    if row_bytes:
-        target = section(extent, offset + first_row * row_bytes, len(token_idx), words.dtype, words.size(1))
+def gather(words: Tensor, token_idx: Tensor, memory: Memory, offset_bytes: int) -> None:
+    """Copy the named rows of `words` `[T, W]` to a byte offset."""
+    if words.size(1):
+        target = memory.rows(offset_bytes, len(token_idx), words.size(1), words.dtype)
         torch.index_select(words, 0, token_idx, out=target)
 
 
-def copy(source: Tensor, extent: Tensor, offset: int, first_row: int) -> None:
-    """Copy all rows of `source` `[N, H]` into a section of an extent, from `first_row` of it on."""
-    row_bytes = source.size(1) * source.element_size()
+def copy(source: Tensor, memory: Memory, offset_bytes: int) -> None:
+    """Copy all rows of `source` `[N, H]` to a byte offset."""
     if source.numel():
-        section(extent, offset + first_row * row_bytes, source.size(0), source.dtype, source.size(1)).copy_(source)
+        memory.rows(offset_bytes, source.size(0), source.size(1), source.dtype).copy_(source)
 
 
-def sum_by_token(table: Tensor, is_token_in_rank: Tensor, row_of_token: Tensor, bias_begins: Sequence[int]) -> Tensor:
-    """Add up the rows of each token, in float32 and with one rounding at the end.
+class TokenRows:
+    """Which rows of a table belong to which token: what a combine adds up.
 
-    The order of the sum is: the biases, then the ranks in ascending order, as in DeepEP V1. The sum is the product of
-    a sparse matrix of ones with the table: torch does that in one pass over the rows, accumulates in float32 and
-    rounds to nearest even. (`embedding_bag` is faster still, but rounds ties of bfloat16 away from zero.)
+    The table has the rows that came back, those of rank 0 first, each rank's in the order of the tokens; behind them it
+    has, for each bias, a row for every token.
+
+    Example: token 0 went to ranks 0 and 1, token 1 only to rank 1. The table is [token 0 from rank 0, token 0 from
+    rank 1, token 1 from rank 1], so the rows of token 0 are 0 and 1, and those of token 1 are 2: `rows` is [0, 1, 2]
+    and `begins` is [0, 2, 3].
 
     Args:
-        table: `[N, H]`; all rows that came back, and those of the biases.
-        is_token_in_rank: `[T, R]` bool; from which ranks a row of each token came.
-        row_of_token: `[T, R]` integers; where in the table that row is.
-        bias_begins: For each bias, where in the table its rows begin; it has one for every token.
-
-    Returns:
-        `[T, H]`, of the table's dtype; zeros for a token without any row.
+        is_token_in_rank: `[T, R]` bool; from which ranks a row of each token comes.
+        counts: How many rows come from each rank.
+        num_biases: How many biases there are.
     """
-    num_tokens = is_token_in_rank.size(0)
-    if bias_begins:
-        tokens = torch.arange(num_tokens)
-        bias_rows = torch.stack([tokens + begin for begin in bias_begins], 1)
-        row_of_token = torch.cat([bias_rows, row_of_token], 1)
-        is_token_in_rank = torch.cat([torch.ones_like(bias_rows, dtype=torch.bool), is_token_in_rank], 1)
-    rows = row_of_token[is_token_in_rank]
-    begins = torch.zeros(num_tokens + 1, dtype=rows.dtype)
-    torch.cumsum(is_token_in_rank.sum(1), 0, out=begins[1:])
-    ones = torch.ones(len(rows), dtype=table.dtype)
-    matrix = torch.sparse_csr_tensor(begins, rows, ones, size=(num_tokens, len(table)), check_invariants=False)
-    return torch.sparse.mm(matrix, table, "sum")
+
+    def __init__(self, is_token_in_rank: Tensor, counts: Sequence[int], num_biases: int = 0) -> None:
+        num_tokens, num_ranks = is_token_in_rank.shape
+        psum = torch.zeros(num_tokens + 1, num_ranks, dtype=torch.int32)
+        torch.cumsum(is_token_in_rank, 0, dtype=torch.int32, out=psum[1:])
+        block_begins = torch.tensor([0, *accumulate(counts[:-1])], dtype=torch.int32)
+        row_of_token = psum[:-1] + block_begins
+        self.begins = psum.sum(1, dtype=torch.int32)
+        if num_biases:
+            tokens = torch.arange(num_tokens, dtype=torch.int32)
+            bias_rows = [tokens + (sum(counts) + i * num_tokens) for i in range(num_biases)]
+            row_of_token = torch.cat([torch.stack(bias_rows, 1), row_of_token], 1)
+            has_bias = torch.ones(num_tokens, num_biases, dtype=torch.bool)
+            is_token_in_rank = torch.cat([has_bias, is_token_in_rank], 1)
+            self.begins += num_biases * torch.arange(num_tokens + 1, dtype=torch.int32)
+        self.rows = torch.masked_select(row_of_token, is_token_in_rank)
+
+    def sum(self, table: Tensor) -> Tensor:
+        """Add up the rows `[N, H]` of each token: biases first, then ranks in ascending order, as DeepEP V1 does.
+
+        The sum is in float32 and is rounded once, to the nearest value of the table's dtype. (Where two values are
+        equally near, torch takes the even one, but for bfloat16 on x86 the one away from zero.)
+
+        Returns:
+            `[T, H]` of the table's dtype; zeros for a token without rows.
+        """
+        if table.size(1) == 0 or len(self.begins) == 1:
+            return table.new_zeros(len(self.begins) - 1, table.size(1))
+        # Mode 0 sums; the last argument says that `begins` has one item more than there are tokens.
+        return torch.embedding_bag(table, self.rows, self.begins, False, 0, False, None, True)[0]

@@ -40,7 +40,7 @@ _MAX_SLEEP_S = 1e-3
 
 
 class Control:
-    """The meeting place of the ranks of one host. All ranks construct one together.
+    """The meeting place of the ranks of one host. All ranks construct one together, and one thread at a time uses it.
 
     Args:
         rank: This rank.
@@ -52,8 +52,7 @@ class Control:
     def __init__(self, rank: int, num_ranks: int, all_gather: AllGather, timeout_s: float) -> None:
         self.rank = rank
         self.timeout_s = timeout_s
-        self._layout = ControlLayout(num_ranks)
-        self._memory = HostMemory(self._layout.num_bytes, rank, all_gather)
+        self._memory = HostMemory(ControlLayout.NUM_BYTES, rank, all_gather)
         self._blocks = [self._memory.bytes_of(peer).cast("q") for peer in range(num_ranks)]
         self._step = 0
         self._failure: str | None = None
@@ -61,11 +60,11 @@ class Control:
         self._spin_s = _SPIN_S if num_ranks <= len(os.sched_getaffinity(0)) else 0.0
 
     def all_gather(self, words: Sequence[int], call: str = "call", awaited: str = "its part") -> list[list[int]]:
-        """Take part in the next step: give integers, get everyone's.
+        """Give integers, get everyone's. Takes one step, or several if there are more integers than an area holds.
 
         Args:
             words: This rank's integers; all ranks give equally many.
-            call: The operation this step belongs to, for the error message.
+            call: The operation this belongs to, for the error message.
             awaited: What a peer owes in this step, for the error message.
 
         Returns:
@@ -76,13 +75,21 @@ class Control:
                 they are, so every later call raises `DestroyedError`.
             DestroyedError: If an earlier step timed out.
         """
+        num_words = ControlLayout.NUM_AREA_WORDS
+        everyone = self._step_through(words[:num_words], call, awaited)
+        for begin in range(num_words, len(words), num_words):
+            more = self._step_through(words[begin : begin + num_words], call, awaited)
+            everyone = [have + got for have, got in zip(everyone, more, strict=True)]
+        return everyone
+
+    def _step_through(self, words: Sequence[int], call: str, awaited: str) -> list[list[int]]:
         if self._failure is not None:
             raise DestroyedError(
                 f"this buffer is out of step with its peers since: {self._failure}",
                 hint="destroy it on all ranks and make a new one",
             )
         step = self._step = self._step + 1
-        begin = self._layout.area(step)
+        begin = ControlLayout.area(step)
         end = begin + len(words)
         own = self._blocks[self.rank]
         own[begin:end] = memoryview(array("q", words))
