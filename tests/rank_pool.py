@@ -320,12 +320,7 @@ class FreshRanks:
             with self._path(rank, "output").open("wb") as output:
                 self._processes.append(
                     subprocess.Popen(
-                        [
-                            sys.executable,
-                            __file__,
-                            str(self._path(rank, "job")),
-                            str(self._path(rank, "result")),
-                        ],
+                        [sys.executable, "-c", _FRESH_PROGRAM, str(self._path(rank, "job"))],
                         env={"CUDA_VISIBLE_DEVICES": "", "DEEP_EP_TIMEOUT_S": str(PEER_TIMEOUT_S)}
                         | dict(os.environ)
                         | variables,
@@ -404,7 +399,7 @@ class FreshRanks:
         return Path(self._folder.name) / f"{rank}.{what}"
 
 
-def _run_fresh(job_path: str, result_path: str) -> None:
+def run_fresh(job_path: str) -> None:
     """Be one of `FreshRanks`; the interpreter then ends as that of any program does."""
     path, module_name, function_name, args, rank, num_ranks, port = pickle.loads(Path(job_path).read_bytes())
     sys.path[:] = path
@@ -412,9 +407,14 @@ def _run_fresh(job_path: str, result_path: str) -> None:
     function = getattr(importlib.import_module(module_name), function_name)
     store = _join_world(rank, num_ranks, port)
     result = function(Rank(rank, num_ranks, store, dist.group.WORLD), *args)
-    partial = Path(result_path).with_suffix(".partial")
+    partial = Path(job_path).with_suffix(".partial")
     partial.write_bytes(_dumps(result))
-    partial.rename(result_path)
+    partial.rename(Path(job_path).with_suffix(".result"))
+
+
+_FRESH_PROGRAM = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); " + (
+    "import rank_pool; rank_pool.run_fresh(sys.argv[1])"
+)
 
 
 @contextlib.contextmanager
@@ -430,7 +430,3 @@ def environment(**variables: str) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-if __name__ == "__main__":
-    _run_fresh(sys.argv[1], sys.argv[2])
