@@ -1,0 +1,70 @@
+"""Moving rows: the loops that carry the bytes, shared by dispatch and combine.
+
+A row is opaque here: `ROW_WORDS` words of the widest type that its size and its address allow. Tiles are shaped so
+that a lane has 16 bytes at a time and each warp touches whole 512-byte stretches; several tiles' worth of loads are in
+flight before the first store waits for one. With `STREAM`, payload passes by the caches it will not be read from
+again; without it, loads and stores are plain.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_words(ptrs, mask, STREAM: tl.constexpr):
+    """Load payload."""
+    if STREAM:
+        return tl.load(ptrs, mask=mask, cache_modifier=".cg")
+    return tl.load(ptrs, mask=mask)
+
+
+@triton.jit
+def store_words(ptrs, words, mask, STREAM: tl.constexpr):
+    """Store payload."""
+    if STREAM:
+        tl.store(ptrs, words, mask=mask, cache_modifier=".cs")
+    else:
+        tl.store(ptrs, words, mask=mask)
+
+
+@triton.jit
+def copy_flat(dst, src, num_words, WORD: tl.constexpr, ALIGN: tl.constexpr, TILE: tl.constexpr, STREAM: tl.constexpr):
+    """Copy consecutive words from one address to another.
+
+    Example: with TILE = 8, 20 words go as 8, 8 and 4.
+    """
+    dst_ptr = tl.multiple_of(dst.to(tl.pointer_type(WORD)), ALIGN)
+    src_ptr = tl.multiple_of(src.to(tl.pointer_type(WORD)), ALIGN)
+    for begin in range(0, num_words, TILE):
+        word = begin + tl.arange(0, TILE).to(tl.int64)
+        mask = word < num_words
+        store_words(dst_ptr + word, load_words(src_ptr + word, mask, STREAM), mask, STREAM)
+
+
+@triton.jit
+def copy_rows(
+    dst,
+    dst_row,
+    src,
+    src_row,
+    is_row,
+    WORD: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STREAM: tl.constexpr,
+):
+    """Copy each row `src_row[i]` to row `dst_row[i]` where `is_row[i]`.
+
+    Example: src_row=[4, 5, 6], dst_row=[9, -, 10], is_row=[1, 0, 1] copies row 4 to row 9 and row 6 to row 10.
+    """
+    dst_ptr = tl.multiple_of(dst.to(tl.pointer_type(WORD)), ALIGN) + dst_row[:, None] * ROW_WORDS
+    src_ptr = tl.multiple_of(src.to(tl.pointer_type(WORD)), ALIGN) + src_row[:, None] * ROW_WORDS
+    for begin in range(0, ROW_WORDS, COLUMNS):
+        column = begin + tl.arange(0, COLUMNS)
+        if ROW_WORDS % COLUMNS == 0:
+            mask = is_row[:, None]
+        else:
+            mask = is_row[:, None] & (column < ROW_WORDS)[None, :]
+        words = load_words(src_ptr + column[None, :], mask, STREAM)
+        store_words(dst_ptr + column[None, :], words, mask, STREAM)

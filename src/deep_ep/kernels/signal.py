@@ -1,0 +1,249 @@
+"""Signals between ranks, waits with a deadline, and how a launch begins and ends. All memory ordering is here.
+
+**A signal** is one 8-byte word with one writer. Its high half is the number of the launch that wrote it, its low half
+a value. Nobody clears a word: a reader in launch n waits until the high half has reached n (compared as a wrapping
+difference, so that 2^32 launches are no end). A word may carry its news itself (a count), or publish what its writer
+stored before it (rows): the write has release order, the read has acquire order.
+
+**Reuse.** All ranks make the same launches in the same order, and there is one rule: *in launch n a rank writes to a
+peer only after that peer has ended launch n - 1.* Each rank tells so in the FINISHED words of its peers. Hence
+whatever launch n - 1 left in a peer's memory has been read, and single buffers suffice, with no barrier at the end.
+
+    launch 7 on rank 0                        launch 7 on rank 1
+    waits for FINISHED[1] >= 6                waits for FINISHED[0] >= 6
+    stores rows in rank 1's staging           ...
+    UNITS[0][u] of rank 1 = (7, num rows)     waits for UNITS[0][u] >= 7, reads the rows
+    last program to end: LAUNCH = 7,          last program to end: LAUNCH = 7,
+      FINISHED[0] of rank 1 = (7, 0)            FINISHED[1] of rank 0 = (7, 0)
+
+**The number of a launch** lives on the device, so that a replayed CUDA graph counts like any other launch. Each
+program reads it when it begins; the last program to end, known by a count of programs, advances it.
+
+**Deadlines.** A wait that runs out writes what it awaited into pinned memory, marks the state as broken and goes on
+as if it had succeeded: results are then garbage, which the host never hands out, and every later wait gives up at once.
+What a kernel computes from awaited words must therefore be clamped before it addresses memory.
+
+**Two forms.** On a GPU the words are read and written with inline PTX. The interpreter has no PTX; there they are plain
+atomics, and a deadline is a number of spins. It runs the programs of a launch one after the other, so a program must
+never wait for a later program of its own launch.
+"""
+
+import triton
+import triton.language as tl
+
+from deep_ep import gpu_layout
+
+INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+
+FINISHED = tl.constexpr(gpu_layout.FINISHED)
+STATE_LAUNCH = tl.constexpr(gpu_layout.STATE_LAUNCH)
+STATE_ENDED = tl.constexpr(gpu_layout.STATE_ENDED)
+STATE_BROKEN = tl.constexpr(gpu_layout.STATE_BROKEN)
+RECORD_KIND = tl.constexpr(gpu_layout.RECORD_KIND)
+RECORD_WHO = tl.constexpr(gpu_layout.RECORD_WHO)
+RECORD_LAUNCH = tl.constexpr(gpu_layout.RECORD_LAUNCH)
+RECORD_SEEN = tl.constexpr(gpu_layout.RECORD_SEEN)
+RECORD_BROKEN = tl.constexpr(gpu_layout.RECORD_BROKEN)
+KIND_TIMEOUT = tl.constexpr(gpu_layout.KIND_TIMEOUT)
+AWAIT_FINISHED = tl.constexpr(gpu_layout.AWAIT_FINISHED)
+
+_POLL_PTX = tl.constexpr(
+    """{
+    .reg .pred p;
+    .reg .b32 high;
+    .reg .b64 now, one;
+    mov.b64 $0, 0;
+    setp.eq.s32 p, $6, 0;
+    @p bra done;
+    again:
+    ld.acquire.sys.global.b64 $0, [$1];
+    mov.b64 {_, high}, $0;
+    sub.s32 high, high, $2;
+    setp.ge.s32 p, high, 0;
+    @p bra done;
+    mov.u64 now, %globaltimer;
+    setp.lt.u64 p, now, $3;
+    @p bra again;
+    setp.eq.u64 p, $3, 0;
+    @p bra done;
+    mov.b64 one, 1;
+    ld.global.b64 now, [$4+RECORD_BROKEN];
+    st.global.b64 [now], one;
+    st.global.b64 [$4+RECORD_WHO], $5;
+    cvt.s64.s32 now, $2;
+    st.global.b64 [$4+RECORD_LAUNCH], now;
+    st.global.b64 [$4+RECORD_SEEN], $0;
+    st.release.sys.global.b64 [$4+RECORD_KIND], one;
+    done:
+    }""".replace("RECORD_BROKEN", str(8 * gpu_layout.RECORD_BROKEN))
+    .replace("RECORD_WHO", str(8 * gpu_layout.RECORD_WHO))
+    .replace("RECORD_LAUNCH", str(8 * gpu_layout.RECORD_LAUNCH))
+    .replace("RECORD_SEEN", str(8 * gpu_layout.RECORD_SEEN))
+    .replace("RECORD_KIND", str(8 * gpu_layout.RECORD_KIND))
+)
+_POLL_CONSTRAINTS = tl.constexpr("=&l,l,r,l,l,l,r")
+_POST_ONE_PTX = tl.constexpr(
+    """{
+    .reg .pred p;
+    .reg .b32 thread;
+    mov.u32 thread, %tid.x;
+    setp.eq.u32 p, thread, 0;
+    @p st.release.sys.global.b64 [$1], $2;
+    mov.b32 $0, 0;
+    }"""
+)
+_POST_MANY_PTX = tl.constexpr(
+    """{
+    .reg .pred p;
+    setp.ne.s32 p, $3, 0;
+    @p st.release.sys.global.b64 [$1], $2;
+    mov.b32 $0, 0;
+    }"""
+)
+
+
+def kernel(function):
+    """Make a kernel whose run-time arguments never cause a new compilation; they are all 64-bit integers."""
+    return triton.jit(do_not_specialize=range(64))(function)
+
+
+@triton.jit
+def words_at(table, peer, word):
+    """Return pointers to words of the control regions of peers; `table` holds where those regions begin."""
+    return (tl.load(table + peer) + 8 * word).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def begin(state, timeout):
+    """Return the number of this launch and the deadline of its waits. A broken state has no patience."""
+    launch = tl.load(state + STATE_LAUNCH) + 1
+    if INTERPRET:
+        deadline = timeout
+    else:
+        deadline = tl.inline_asm_elementwise(
+            "{ mov.u64 $0, %globaltimer; add.u64 $0, $0, $1; }", "=&l,l", [timeout], dtype=tl.int64, is_pure=False, pack=1
+        )
+    return launch, tl.where(tl.load(state + STATE_BROKEN) != 0, 0, deadline)
+
+
+@triton.jit
+def end(state, table, rank, launch, NUM_RANKS: tl.constexpr, RANKS: tl.constexpr):
+    """Count this program as ended; the last one of the launch tells the peers and advances the number."""
+    # Every thread of the program has made its last access to shared memory ...
+    tl.debug_barrier()
+    # ... and, through this chain of acquire and release, so has every program before the last one.
+    num_ended = tl.atomic_add(state + STATE_ENDED, 1, sem="acq_rel", scope="gpu") + 1
+    if num_ended == tl.num_programs(0):
+        tl.store(state + STATE_ENDED, 0)
+        tl.store(state + STATE_LAUNCH, launch)
+        peer = tl.arange(0, RANKS)
+        is_peer = (peer < NUM_RANKS) & (peer != rank)
+        post_all(words_at(table, tl.where(is_peer, peer, rank), FINISHED + rank), launch, peer * 0, is_peer)
+
+
+@triton.jit
+def wait_for_peers(table, rank, launch, deadline, record, NUM_RANKS: tl.constexpr, RANKS: tl.constexpr):
+    """Wait until every peer has ended the previous launch, so that its memory may be written."""
+    peer = tl.arange(0, RANKS)
+    is_peer = (peer < NUM_RANKS) & (peer != rank)
+    wait_all(words_at(table, rank, FINISHED + peer), launch - 1, AWAIT_FINISHED, peer, deadline, record, is_peer)
+
+
+@triton.jit
+def post_one(ptr, launch, value):
+    """Raise a signal, from a scalar pointer, that publishes all that this program has stored."""
+    # Triton 3.6 puts no barrier before a release: without this one, other warps' stores could come after it.
+    tl.debug_barrier()
+    word = (launch << 32) | value
+    if INTERPRET:
+        tl.atomic_xchg(ptr, word, sem="release", scope="sys")
+    else:
+        tl.inline_asm_elementwise(_POST_ONE_PTX, "=r,l,l", [ptr, word], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def post_all(ptrs, launch, values, mask):
+    """Raise many signals that carry their values; they publish all that this program has stored."""
+    tl.debug_barrier()
+    words = (launch << 32) | values.to(tl.int64)
+    if INTERPRET:
+        tl.atomic_xchg(ptrs, words, mask=mask, sem="release", scope="sys")
+    else:
+        tl.inline_asm_elementwise(
+            _POST_MANY_PTX, "=r,l,l,r", [ptrs, words, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def wait_one(ptr, launch, what: tl.constexpr, peer, deadline, record):
+    """Wait for one signal; return its value. What its writer stored before it may be read after this."""
+    if INTERPRET:
+        one = tl.zeros([1], tl.int64)
+        value = tl.sum(wait_all(ptr + one, launch, what, peer + one, deadline, record, one == 0), 0)
+    else:
+        value = tl.inline_asm_elementwise(
+            _POLL_PTX,
+            _POLL_CONSTRAINTS,
+            [ptr, launch.to(tl.int32), deadline, record, _who(what, peer), 1],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+        tl.debug_barrier()
+    return value & 0xFFFFFFFF
+
+
+@triton.jit
+def wait_all(ptrs, launch, what: tl.constexpr, peers, deadline, record, mask):
+    """Wait for many signals, those where `mask` is true; return their values, 0 where it is false."""
+    if INTERPRET:
+        words = _spin(ptrs, launch, what, peers, deadline, record, mask)
+    else:
+        words = tl.inline_asm_elementwise(
+            _POLL_PTX,
+            _POLL_CONSTRAINTS,
+            [ptrs, launch.to(tl.int32), deadline, record, _who(what, peers), mask.to(tl.int32)],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+        tl.debug_barrier()
+    return words & 0xFFFFFFFF
+
+
+@triton.jit
+def give_up(record, kind: tl.constexpr, peer, launch, seen):
+    """Leave word for the host that results are not to be used, for another reason than a wait."""
+    ptr = record.to(tl.pointer_type(tl.int64))
+    tl.store(tl.load(ptr + RECORD_BROKEN).to(tl.pointer_type(tl.int64)), 1)
+    tl.store(ptr + RECORD_WHO, peer)
+    tl.store(ptr + RECORD_LAUNCH, launch)
+    tl.store(ptr + RECORD_SEEN, seen)
+    post_one(ptr + RECORD_KIND, launch * 0, kind)
+
+
+@triton.jit
+def _who(what: tl.constexpr, peers):
+    return peers.to(tl.int64) | (what << 32)
+
+
+@triton.jit
+def _spin(ptrs, launch, what: tl.constexpr, peers, num_max_spins, record, mask):
+    """Do for the interpreter what `_POLL_PTX` does on a GPU."""
+    ptr = record.to(tl.pointer_type(tl.int64))
+    broken = tl.load(ptr + RECORD_BROKEN).to(tl.pointer_type(tl.int64))
+    zeros = tl.zeros(mask.shape, tl.int64)
+    num_spins = tl.where(tl.load(broken) != 0, num_max_spins, 0)
+    words = tl.where(mask, tl.atomic_add(ptrs, zeros, mask=mask, sem="acquire", scope="sys"), 0)
+    is_late = mask & (((words >> 32) - launch).to(tl.int32) < 0)
+    while (tl.max(is_late.to(tl.int32)) > 0) & (num_spins < num_max_spins):
+        words = tl.where(mask, tl.atomic_add(ptrs, zeros, mask=mask, sem="acquire", scope="sys"), 0)
+        is_late = mask & (((words >> 32) - launch).to(tl.int32) < 0)
+        num_spins += 1
+    if (tl.max(is_late.to(tl.int32)) > 0) & (tl.load(broken) == 0):
+        tl.store(broken, 1)
+        tl.store(ptr + RECORD_WHO, tl.max(tl.where(is_late, _who(what, peers), 0)))
+        tl.store(ptr + RECORD_LAUNCH, launch)
+        tl.store(ptr + RECORD_SEEN, tl.max(tl.where(is_late, words, 0)))
+        tl.store(ptr + RECORD_KIND, KIND_TIMEOUT)
+    return words

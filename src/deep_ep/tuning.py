@@ -1,0 +1,74 @@
+"""How the kernels of the GPU engine are cut up: programs per role, tiles, units.
+
+The defaults were measured on H200s (`benchmarks/results`): a streaming multiprocessor stores 45 to 48 GB/s whatever
+the instruction, so a link of 390 GB/s is full with 8 or 9 senders, and what else a call may use copies and adds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_MAX_SENDERS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class GpuTuning:
+    """Launch parameters that all ranks of a group must share.
+
+    Attributes:
+        num_warps: Warps per program of the kernels that move rows.
+        tile_bytes: Bytes of payload that a program has in flight at a time.
+        unit_tokens: Tokens (dispatch) or rows (combine) that are announced by one signal.
+        combine_tokens: Tokens that are added at a time.
+        stream: Whether payload is moved with cache hints; without, with plain loads and stores.
+        num_channels_per_peer: Programs that carry rows to each peer; 0 chooses by the group's size.
+    """
+
+    num_warps: int = 32
+    tile_bytes: int = 32768
+    unit_tokens: int = 32
+    combine_tokens: int = 16
+    stream: bool = True
+    num_channels_per_peer: int = 0
+
+
+def split_programs(num_sms: int, num_ranks: int, num_channels_per_peer: int) -> tuple[int, int, int]:
+    """Return how many programs to launch, how many of them send, and which is the first that receives.
+
+    A rank with R - 1 peers sends (R - 1) / R of its rows and writes all that it receives, so work divides as
+    R - 1 to R.
+
+    Example:
+        >>> split_programs(24, 2, 0)
+        (24, 8, 8)
+    """
+    num_programs = max(num_sms, 1)
+    if num_ranks == 1:
+        return num_programs, 0, 0
+    if num_programs == 1:
+        return 1, 1, 0
+    num_senders = min(round(num_programs * (num_ranks - 1) / (2 * num_ranks - 1)), _MAX_SENDERS)
+    if num_channels_per_peer:
+        num_senders = num_channels_per_peer * (num_ranks - 1)
+    num_senders = min(max(num_senders, 1), num_programs - 1)
+    return num_programs, num_senders, num_senders
+
+
+def next_power_of_two(value: int) -> int:
+    """Return the smallest power of two that is at least `value`, which is at least 1."""
+    return 1 << (value - 1).bit_length()
+
+
+def tile_columns(row_words: int, num_max_columns: int) -> int:
+    """Return how many words of a row a tile takes, a power of two.
+
+    One that divides the row wastes no lane; if only small ones do, the row's end is masked instead.
+
+    Example:
+        >>> tile_columns(1792, 512), tile_columns(360, 512), tile_columns(5, 512)
+        (256, 512, 8)
+    """
+    divisor = row_words & -row_words
+    if min(divisor, num_max_columns) >= min(64, row_words):
+        return min(divisor, num_max_columns)
+    return min(next_power_of_two(row_words), num_max_columns)
