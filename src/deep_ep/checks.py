@@ -25,7 +25,7 @@ def check_tensor(
     shape: tuple[int | str, ...],
     dtypes: tuple[torch.dtype, ...],
 ) -> Tensor:
-    """Check one tensor and return it, contiguous.
+    """Check one tensor and return it, contiguous and without gradient.
 
     Args:
         name: The argument.
@@ -41,9 +41,10 @@ def check_tensor(
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     sizes = tensor.shape
-    if len(sizes) != len(shape) or any(
-        type(size) is int and size != actual for size, actual in zip(shape, sizes, strict=True)
-    ):
+    fits = len(sizes) == len(shape)
+    for size, actual in zip(shape, sizes, strict=False):
+        fits = fits and (size == actual or type(size) is str)
+    if not fits:
         hint = f"pass {name}.view(-1, {name}.size(-1))" if len(sizes) > 2 == len(shape) else None
         wanted = ", ".join(str(size) for size in shape)
         raise ConfigError(f"{name} must have shape [{wanted}], got {list(sizes)}", hint)
@@ -52,6 +53,8 @@ def check_tensor(
         raise ConfigError(f"{name} must be {names}, got {str(tensor.dtype).removeprefix('torch.')}")
     if tensor.device.type != device.type:
         raise ConfigError(f"{name} must be on {device.type}, where this buffer is, got a tensor on {tensor.device}")
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
@@ -123,7 +126,7 @@ def check_layout(
     return layout
 
 
-def check_handle(handle: object, num_ranks: int, device: torch.device, num_tokens: int | None = None) -> Handle:
+def check_handle(handle: object, num_ranks: int, device: torch.device, num_tokens: int | str = "num_tokens") -> Handle:
     """Check a handle: the tuple that a dispatch returned, or one rebuilt from its tensors.
 
     Args:
@@ -132,30 +135,21 @@ def check_handle(handle: object, num_ranks: int, device: torch.device, num_token
         device: Where its tensors must be.
         num_tokens: The tokens that the dispatch had on this rank, if they are known.
     """
-    names = Handle._fields
-    if not isinstance(handle, (tuple, list)) or len(handle) != len(names):
+    if not isinstance(handle, (tuple, list)) or len(handle) != len(Handle._fields):
         found = f"{len(handle)} items" if isinstance(handle, (tuple, list)) else type(handle).__name__
-        raise ConfigError(f"handle must be the tuple of {len(names)} tensors that dispatch returned, got {found}")
-    rows = "num_tokens" if num_tokens is None else num_tokens
-    shapes: tuple[tuple[int | str, ...], ...] = (
-        (num_ranks, num_ranks),
-        (num_ranks, "num_channels"),
-        (num_ranks, "num_channels"),
-        ("num_recv_tokens",),
-        (rows, num_ranks),
-        (rows, num_ranks),
-    )
-    checked = [
-        check_tensor(
-            f"{name} of the handle",
-            tensor,
-            device=device,
-            shape=shape,
-            dtypes=(torch.bool if name == "is_token_in_rank" else torch.int32,),
+        raise ConfigError(
+            f"handle must be the tuple of {len(Handle._fields)} tensors that dispatch returned, got {found}"
         )
-        for name, tensor, shape in zip(names, handle, shapes, strict=True)
-    ]
-    return Handle(*checked)
+    prefix, channels, recv_channels, src_idx, in_rank, head = handle
+    int32 = (torch.int32,)
+    return Handle(
+        check_tensor("handle[0]", prefix, device=device, shape=(num_ranks, num_ranks), dtypes=int32),
+        channels,
+        recv_channels,
+        check_tensor("handle[3]", src_idx, device=device, shape=("num_recv_tokens",), dtypes=int32),
+        check_tensor("handle[4]", in_rank, device=device, shape=(num_tokens, num_ranks), dtypes=(torch.bool,)),
+        head,
+    )
 
 
 def check_combine(

@@ -68,7 +68,7 @@ class DispatchLayout:
 class CombineLayout:
     """The sections of the extent that one rank receives a combine into; each attribute is a byte offset.
 
-    The rows come last: the receiver puts the rows of its biases right behind them.
+    Biases and rows follow each other without a gap: together they are one table.
 
     Args:
         num_rows: Rows that come back to this rank, from all ranks.
@@ -77,9 +77,10 @@ class CombineLayout:
         num_bias_rows: Rows of the receiver's biases.
     """
 
-    __slots__ = ("num_bytes", "topk_weights", "x")
+    __slots__ = ("biases", "num_bytes", "topk_weights", "x")
 
     def __init__(self, *, num_rows: int, row_bytes: int, num_topk: int, num_bias_rows: int) -> None:
         self.topk_weights = 0
-        self.x = align(num_rows * num_topk * 4)
-        self.num_bytes = self.x + align((num_rows + num_bias_rows) * row_bytes)
+        self.biases = align(num_rows * num_topk * 4)
+        self.x = self.biases + num_bias_rows * row_bytes
+        self.num_bytes = align(self.x + num_rows * row_bytes)

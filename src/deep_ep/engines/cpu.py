@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -44,7 +44,6 @@ class CpuEngine:
         """Count where tokens go."""
         return compute_layout(topk_idx, num_experts, self.num_ranks)
 
-    @torch.no_grad()
     def dispatch(self, request: DispatchRequest) -> DispatchResult:
         """Send tokens to the ranks of their experts."""
         layout, x, scales, topk_idx = request.layout, request.x, request.scales, request.topk_idx
@@ -70,7 +69,6 @@ class CpuEngine:
             _write_rows(exchange, tokens, x, scales, records)
         return self._receive(request, exchange, channels.ends.t().contiguous(), channels.send_head)
 
-    @torch.no_grad()
     def dispatch_cached(self, request: CachedDispatchRequest) -> tuple[Tensor, Tensor | None]:
         """Send tokens the way of an earlier dispatch; return rows and scales."""
         x, scales, is_token_in_rank = request.x, request.scales, request.handle.is_token_in_rank
@@ -92,17 +90,13 @@ class CpuEngine:
         recv_x, recv_scales = self._exchanger.take_sections(exchange, sizes)
         return _as_rows(recv_x, num_rows, x), None if scales is None else _as_rows(recv_scales, num_rows, scales)
 
-    @torch.no_grad()
     def combine(self, request: CombineRequest) -> tuple[Tensor, Tensor | None]:
         """Bring rows back and add them."""
         x, weights, biases = request.x, request.topk_weights, request.biases
         is_token_in_rank, num_tokens = request.handle.is_token_in_rank, request.handle.is_token_in_rank.size(0)
         routing = _read_routing(request.handle)
-        recv_counts = routing.counts[self.rank]  # a rank gets back what it sent
-        token_rows = rows.TokenRows(is_token_in_rank, recv_counts, len(biases))
-        num_back = sum(recv_counts)
-        if len(token_rows.rows) != num_back + len(biases) * num_tokens:
-            raise _corrupt_handle(num_back)
+        token_of_row = _tokens(is_token_in_rank, sum(routing.counts[self.rank]))  # a rank gets back what it sent
+        counts_back = [list(column) for column in zip(*routing.counts, strict=True)]
         header = Header(
             call=CALLS.index("combine"),
             dtype=DTYPES.index(x.dtype),
@@ -111,12 +105,11 @@ class CpuEngine:
             routing=routing.checksum,
             num_bias_rows=len(biases) * num_tokens,
         )
-        counts_back = [list(column) for column in zip(*routing.counts, strict=True)]
         exchange = self._exchanger.begin(header, _combine_layout, counts=counts_back)
-        begins = [0, *accumulate(counts_back[self.rank])]
         own, own_at = exchange.memories[self.rank], exchange.layouts[self.rank]
         own_offset = exchange.places[self.rank].offset
         with self._exchanger.writing(exchange):
+            begins = [0, *accumulate(counts_back[self.rank])]
             for dst in exchange.receivers():
                 mine, first_row = slice(begins[dst], begins[dst + 1]), exchange.first_row(dst)
                 memory, offset, at = exchange.memories[dst], exchange.places[dst].offset, exchange.layouts[dst]
@@ -124,15 +117,18 @@ class CpuEngine:
                 if weights is not None:
                     rows.copy(weights[mine], memory, offset + at.topk_weights + first_row * _row_bytes(weights))
             for i, bias in enumerate(biases):
-                rows.copy(bias, own, own_offset + own_at.x + (num_back + i * num_tokens) * _row_bytes(x))
-        table = own.rows(own_offset + own_at.x, num_back + header.num_bias_rows, x.size(1), x.dtype)
-        combined_x = token_rows.sum(table)
+                rows.copy(bias, own, own_offset + own_at.biases + i * num_tokens * _row_bytes(x))
+        token_rows = rows.TokenRows(token_of_row, num_tokens)
+        sum_rows = token_rows
+        if biases:
+            tokens = torch.arange(num_tokens)
+            sum_rows = rows.TokenRows(torch.cat([tokens] * len(biases) + [token_of_row]), num_tokens)
+        num_rows = token_of_row.size(0) + header.num_bias_rows
+        combined_x = sum_rows.sum(own.rows(own_offset + own_at.biases, num_rows, x.size(1), x.dtype))
         if weights is None:
             return combined_x, None
-        if biases:
-            token_rows = rows.TokenRows(is_token_in_rank, recv_counts)
-        table = own.rows(own_offset + own_at.topk_weights, num_back, weights.size(1), torch.float32)
-        return combined_x, token_rows.sum(table)
+        shape = (token_of_row.size(0), weights.size(1))
+        return combined_x, token_rows.sum(own.rows(own_offset + own_at.topk_weights, *shape, torch.float32))
 
     def local_bytes(self) -> Tensor:
         """Return the first segment of this rank's shared memory, as a uint8 tensor."""
@@ -168,9 +164,9 @@ class CpuEngine:
             per_expert = [-(-sum(column) // alignment) * alignment for column in zip(*counts, strict=True)]
         psum = list(accumulate(exchange.counts, lambda total, row: [a + b for a, b in zip(total, row, strict=True)]))
         handle = Handle(
-            rank_prefix_matrix=torch.tensor(psum, dtype=torch.int32),
+            rank_prefix_matrix=_int32_matrix(psum),
             channel_prefix_matrix=channel_prefix_matrix,
-            recv_channel_prefix_matrix=torch.tensor([[0, *column[:-1]] for column in ends], dtype=torch.int32),
+            recv_channel_prefix_matrix=_int32_matrix([[0, *column[:-1]] for column in ends]),
             recv_src_idx=src_idx,
             is_token_in_rank=request.layout.is_token_in_rank,
             send_head=send_head,
@@ -203,7 +199,7 @@ class CpuEngine:
         weights = record.view(torch.float32)[:, num_idx_words : num_idx_words + num_topk].masked_fill(local < 0, 0.0)
         if num_rows > num_real_rows:
             src_idx, local, weights = (_pad(rows_, num_rows) for rows_ in (src_idx, local, weights))
-        return local, weights.contiguous(), src_idx
+        return local, weights, src_idx
 
 
 def _make_records(num_tokens: int, topk_idx: Tensor | None, topk_weights: Tensor | None) -> Tensor:
@@ -249,7 +245,7 @@ def _write_rows(
     scales = None if scales is None else rows.as_words(scales)
     for dst in exchange.receivers():
         token_idx = tokens[dst]
-        if len(token_idx) == 0:
+        if token_idx.size(0) == 0:
             continue
         memory, at, first_row = exchange.memories[dst], exchange.layouts[dst], exchange.first_row(dst)
         offset = exchange.places[dst].offset
@@ -283,20 +279,27 @@ def _check_counts(layout: Layout, channel_ends: Tensor) -> list[int]:
     return counted
 
 
+def _tokens(is_token_in_rank: Tensor, num_rows: int) -> Tensor:
+    """Return the tokens that go to rank 0, in ascending order, then those that go to rank 1, and so on."""
+    tokens = is_token_in_rank.t().nonzero()[:, 1]
+    if tokens.size(0) != num_rows:
+        raise ConfigError(
+            f"handle must be as dispatch returned it, but its is_token_in_rank names {tokens.size(0)} rows and its "
+            f"rank_prefix_matrix counts {num_rows}"
+        )
+    return tokens
+
+
 def _tokens_by_rank(is_token_in_rank: Tensor, counts: list[int]) -> list[Tensor]:
     """Return, for each rank, the tokens that go there, in ascending order."""
-    tokens = is_token_in_rank.t().nonzero()[:, 1]
     ends = list(accumulate(counts))
-    if len(tokens) != ends[-1]:
-        raise _corrupt_handle(ends[-1])
+    tokens = _tokens(is_token_in_rank, ends[-1])
     return [tokens[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
 
-def _corrupt_handle(num_rows: int) -> ConfigError:
-    return ConfigError(
-        f"handle must be as dispatch returned it, but is_token_in_rank does not name the {num_rows} rows that its "
-        "rank_prefix_matrix counts"
-    )
+def _int32_matrix(lines: list[list[int]]) -> Tensor:
+    """Return a matrix of Python integers; much cheaper than `torch.tensor`."""
+    return torch.frombuffer(array("i", chain.from_iterable(lines)), dtype=torch.int32).view(len(lines), -1)
 
 
 def _row_bytes(rows_: Tensor | None) -> int:

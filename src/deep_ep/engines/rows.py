@@ -5,8 +5,7 @@ Rows are opaque bytes while they move, so any dtype of any width goes the same w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -45,7 +44,7 @@ class Memory:
 def gather(words: Tensor, token_idx: Tensor, memory: Memory, offset_bytes: int) -> None:
     """Copy the named rows of `words` `[T, W]` to a byte offset."""
     if words.size(1):
-        target = memory.rows(offset_bytes, len(token_idx), words.size(1), words.dtype)
+        target = memory.rows(offset_bytes, token_idx.size(0), words.size(1), words.dtype)
         torch.index_select(words, 0, token_idx, out=target)
 
 
@@ -58,37 +57,22 @@ def copy(source: Tensor, memory: Memory, offset_bytes: int) -> None:
 class TokenRows:
     """Which rows of a table belong to which token: what a combine adds up.
 
-    The table has the rows that came back, those of rank 0 first, each rank's in the order of the tokens; behind them it
-    has, for each bias, a row for every token.
-
-    Example: token 0 went to ranks 0 and 1, token 1 only to rank 1. The table is [token 0 from rank 0, token 0 from
-    rank 1, token 1 from rank 1], so the rows of token 0 are 0 and 1, and those of token 1 are 2: `rows` is [0, 1, 2]
-    and `begins` is [0, 2, 3].
+    Example: the table has four rows, of the tokens 0, 1, 1 and 0. Then the rows of token 0 are 0 and 3, and those of
+    token 1 are 1 and 2: `rows` is [0, 3, 1, 2] and `begins` is [0, 2, 4].
 
     Args:
-        is_token_in_rank: `[T, R]` bool; from which ranks a row of each token comes.
-        counts: How many rows come from each rank.
-        num_biases: How many biases there are.
+        token_of_row: `[N]` int64; the token that each row of the table belongs to.
+        num_tokens: How many tokens there are; some may have no row.
     """
 
-    def __init__(self, is_token_in_rank: Tensor, counts: Sequence[int], num_biases: int = 0) -> None:
-        num_tokens, num_ranks = is_token_in_rank.shape
-        psum = torch.zeros(num_tokens + 1, num_ranks, dtype=torch.int32)
-        torch.cumsum(is_token_in_rank, 0, dtype=torch.int32, out=psum[1:])
-        block_begins = torch.tensor([0, *accumulate(counts[:-1])], dtype=torch.int32)
-        row_of_token = psum[:-1] + block_begins
-        self.begins = psum.sum(1, dtype=torch.int32)
-        if num_biases:
-            tokens = torch.arange(num_tokens, dtype=torch.int32)
-            bias_rows = [tokens + (sum(counts) + i * num_tokens) for i in range(num_biases)]
-            row_of_token = torch.cat([torch.stack(bias_rows, 1), row_of_token], 1)
-            has_bias = torch.ones(num_tokens, num_biases, dtype=torch.bool)
-            is_token_in_rank = torch.cat([has_bias, is_token_in_rank], 1)
-            self.begins += num_biases * torch.arange(num_tokens + 1, dtype=torch.int32)
-        self.rows = torch.masked_select(row_of_token, is_token_in_rank)
+    def __init__(self, token_of_row: Tensor, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        # Stable: the rows of a token stay in the order of the table.
+        token, self.rows = torch.sort(token_of_row, stable=True)
+        self.begins = torch.searchsorted(token, _first_numbers(num_tokens + 1))
 
     def sum(self, table: Tensor) -> Tensor:
-        """Add up the rows `[N, H]` of each token: biases first, then ranks in ascending order, as DeepEP V1 does.
+        """Add up the rows of each token, in the order in which the table `[N, H]` has them.
 
         The sum is in float32 and is rounded once, to the nearest value of the table's dtype. (Where two values are
         equally near, torch takes the even one, but for bfloat16 on x86 the one away from zero.)
@@ -96,7 +80,12 @@ class TokenRows:
         Returns:
             `[T, H]` of the table's dtype; zeros for a token without rows.
         """
-        if table.size(1) == 0 or len(self.begins) == 1:
-            return table.new_zeros(len(self.begins) - 1, table.size(1))
+        if table.numel() == 0:
+            return table.new_zeros(self.num_tokens, table.size(1))
         # Mode 0 sums; the last argument says that `begins` has one item more than there are tokens.
         return torch.embedding_bag(table, self.rows, self.begins, False, 0, False, None, True)[0]
+
+
+@lru_cache(maxsize=16)
+def _first_numbers(count: int) -> Tensor:
+    return torch.arange(count)
