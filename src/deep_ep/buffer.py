@@ -17,14 +17,15 @@ from deep_ep import checks, env
 from deep_ep.config import Config, combine_config, dispatch_config
 from deep_ep.engines.base import CachedDispatchRequest, CombineRequest, DispatchRequest, Engine
 from deep_ep.engines.cpu import CpuEngine
+from deep_ep.engines.gpu import GpuEngine
 from deep_ep.errors import ConfigError, DestroyedError, UnsupportedError
 from deep_ep.events import EventHandle, EventOverlap
 from deep_ep.memory.rendezvous import Rendezvous
+from deep_ep.streams import CpuStreams, CudaStreams, Event, Streams
 
 logger = logging.getLogger("deep_ep")
 
 Rows = Tensor | tuple[Tensor, Tensor]
-Event = EventOverlap | EventHandle | None
 DispatchReturn = tuple[Rows, Tensor | None, Tensor | None, list[int] | None, tuple[Tensor, ...] | None, EventOverlap]
 
 
@@ -49,6 +50,8 @@ class Buffer:
         comm: An mpi4py communicator, for programs without `torch.distributed`; used if `group` is None.
         timeout_s: Seconds a call waits for a peer before it raises `PeerTimeoutError`. None takes DEEP_EP_TIMEOUT_S,
             or 100.
+        device: Where the tensors of all calls are: a CUDA device, or the CPU. None takes the current CUDA device, or
+            the CPU where there is none.
 
     Attributes:
         group, group_size, rank: The ranks, their number, this rank.
@@ -85,6 +88,7 @@ class Buffer:
         comm: Any = None,
         *,
         timeout_s: float | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         self._engine: Engine | None = None
         checks.check_at_least("num_nvl_bytes", num_nvl_bytes, 0)
@@ -101,7 +105,8 @@ class Buffer:
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
         self.explicitly_destroy = explicitly_destroy
         timeout_s = env.TIMEOUT_S.get() if timeout_s is None else timeout_s
-        self._engine = CpuEngine(rendezvous, int(num_nvl_bytes), timeout_s)
+        self._streams: Streams
+        self._engine, self._streams = _start(_choose_device(device), rendezvous, int(num_nvl_bytes), timeout_s)
 
     # Lifetime
 
@@ -190,9 +195,9 @@ class Buffer:
         return (2 * (send_bytes + recv_bytes + signal_bytes) + 128) // 128 * 128
 
     def get_comm_stream(self) -> Any:
-        """Return the stream that calls run on: on CPU ranks, the one stream that a CPU has."""
+        """Return the stream that asynchronous calls run on: on CPU ranks, the one stream that a CPU has."""
         self._running()
-        return torch.cpu.current_stream()
+        return self._streams.comm_stream()
 
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
@@ -252,15 +257,10 @@ class Buffer:
         engine = self._running()
         checks.check_at_least("num_experts", num_experts, 1)
         topk_idx = checks.check_topk_idx(topk_idx, "num_tokens", engine.device)
-        _wait(previous_event)
-        layout = engine.compute_layout(topk_idx, num_experts)
-        return (
-            layout.num_tokens_per_rank,
-            None,
-            layout.num_tokens_per_expert,
-            layout.is_token_in_rank,
-            _event(async_finish),
+        layout, event = self._streams.run(
+            lambda: engine.compute_layout(topk_idx, num_experts), (topk_idx,), previous_event, async_finish
         )
+        return layout.num_tokens_per_rank, None, layout.num_tokens_per_expert, layout.is_token_in_rank, event
 
     def dispatch(
         self,
@@ -325,11 +325,11 @@ class Buffer:
             if topk_idx is not None or topk_weights is not None:
                 raise ConfigError("topk_idx and topk_weights must be None when a handle is given, got tensors")
             checked = checks.check_handle(handle, self.group_size, engine.device, rows.size(0))
-            _wait(previous_event)
-            recv_x, recv_scales = engine.dispatch_cached(
-                CachedDispatchRequest(x=rows, scales=scales, handle=checked, config=config)
+            cached = CachedDispatchRequest(x=rows, scales=scales, handle=checked, config=config)
+            recv, event = self._streams.run(
+                lambda: engine.dispatch_cached(cached), (cached,), previous_event, async_finish
             )
-            return _pair(recv_x, recv_scales), None, None, None, None, _event(async_finish)
+            return _pair(*recv), None, None, None, None, event
         layout = checks.check_layout(
             num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, rows.size(0), self.group_size, engine.device
         )
@@ -346,15 +346,14 @@ class Buffer:
             num_worst_tokens=int(num_worst_tokens),
             config=config,
         )
-        _wait(previous_event)
-        result = engine.dispatch(request)
+        result, event = self._streams.run(lambda: engine.dispatch(request), (request,), previous_event, async_finish)
         return (
             _pair(result.x, result.scales),
             result.topk_idx,
             result.topk_weights,
             result.num_recv_tokens_per_expert,
             result.handle,
-            _event(async_finish),
+            event,
         )
 
     def combine(
@@ -397,11 +396,9 @@ class Buffer:
         checked = checks.check_handle(handle, self.group_size, engine.device)
         rows, weights, biases = checks.check_combine(x, topk_weights, bias, checked, engine.device)
         config = self._config(config, self.get_combine_config)
-        _wait(previous_event)
-        combined_x, combined_weights = engine.combine(
-            CombineRequest(x=rows, topk_weights=weights, biases=biases, handle=checked, config=config)
-        )
-        return combined_x, combined_weights, _event(async_finish)
+        request = CombineRequest(x=rows, topk_weights=weights, biases=biases, handle=checked, config=config)
+        combined, event = self._streams.run(lambda: engine.combine(request), (request,), previous_event, async_finish)
+        return *combined, event
 
     def _running(self) -> Engine:
         if self._engine is None:
@@ -421,11 +418,19 @@ def _pair(x: Tensor, scales: Tensor | None) -> Rows:
     return x if scales is None else (x, scales)
 
 
-def _wait(previous_event: Event) -> None:
-    event = previous_event.event if isinstance(previous_event, EventOverlap) else previous_event
-    if event is not None:
-        event.current_stream_wait()
+def _choose_device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = torch.device(device)
+    if chosen.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be a CUDA device or the CPU, got {chosen}")
+    if chosen.type == "cuda" and chosen.index is None:
+        chosen = torch.device("cuda", torch.cuda.current_device())
+    return chosen
 
 
-def _event(async_finish: bool) -> EventOverlap:
-    return EventOverlap(EventHandle() if async_finish else None)
+def _start(device: torch.device, rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> tuple[Engine, Streams]:
+    if device.type == "cpu":
+        return CpuEngine(rendezvous, num_bytes, timeout_s), CpuStreams()
+    engine = GpuEngine(rendezvous, num_bytes, timeout_s, device, use_peer_access=env.USE_P2P.get())
+    return engine, CudaStreams(device)

@@ -19,6 +19,12 @@ def _positive_float(text: str) -> float:
     return value
 
 
+def _switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError
+    return text == "1"
+
+
 @dataclass(frozen=True, slots=True)
 class EnvVar(Generic[T]):
     """One environment variable: its name, how its text is read, and what holds when it is not set.
@@ -60,4 +66,12 @@ TIMEOUT_S = EnvVar(
     "How long a call waits for a peer before it raises PeerTimeoutError.",
 )
 
-ALL_VARIABLES: tuple[EnvVar[float], ...] = (TIMEOUT_S,)
+USE_P2P = EnvVar(
+    "DEEP_EP_USE_P2P",
+    _switch,
+    True,
+    "0 or 1",
+    "Whether GPUs of a host address each other's memory; 0 makes them go through pinned host memory.",
+)
+
+ALL_VARIABLES: tuple[EnvVar[float] | EnvVar[bool], ...] = (TIMEOUT_S, USE_P2P)
