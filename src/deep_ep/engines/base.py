@@ -7,8 +7,10 @@ S for scales per token, N for rows received and C for channels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from enum import StrEnum
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -124,3 +126,132 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Let go of the memory. Local: does not wait for any peer."""
+
+
+class RowFormat(StrEnum):
+    """How the rows of a low-latency dispatch arrive.
+
+    With one of the fp8 formats the sender casts each run of 128 channels (the last may be shorter) with a scale of its
+    own: `scale = amax / 448`, where amax is at least 1e-4. `FP8_ROUNDED` rounds scales up to powers of two, and
+    `FP8_UE8M0` sends only the exponents of those, four in an int32, the first channels in the lowest byte.
+    """
+
+    BF16 = "bf16"
+    FP8 = "fp8"
+    FP8_ROUNDED = "fp8_rounded"
+    FP8_UE8M0 = "fp8_ue8m0"
+
+
+class LowLatencyHandle(NamedTuple):
+    """How the tokens of one low-latency dispatch went; DeepEP V1's handle, item by item.
+
+    Attributes:
+        src_info: `[L, R * M]` int32; the index that each received row has among its source's tokens.
+        layout_range: `[L, R]` int64; for each expert and source rank, how many rows (low 32 bits) begin at which row
+            (high 32 bits).
+        num_max_dispatch_tokens_per_rank: M.
+        hidden: H.
+        num_experts: E.
+    """
+
+    src_info: Tensor
+    layout_range: Tensor
+    num_max_dispatch_tokens_per_rank: int
+    hidden: int
+    num_experts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowLatencyDispatchRequest:
+    """A low-latency dispatch.
+
+    Attributes:
+        x: `[T, H]` bfloat16.
+        topk_idx: `[T, K]` int64 or int32; -1 for none.
+        num_max_tokens_per_rank: M, the most tokens that any rank sends; the same on all ranks.
+        num_experts: E.
+        row_format: How rows arrive.
+        recv_stats: `[L]` int32 to add the rows per expert to, or None.
+        wait_stats: `[R]` int64 to add the time spent waiting for each rank to, or None.
+    """
+
+    x: Tensor
+    topk_idx: Tensor
+    num_max_tokens_per_rank: int
+    num_experts: int
+    row_format: RowFormat
+    recv_stats: Tensor | None
+    wait_stats: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowLatencyDispatchResult:
+    """What a low-latency dispatch gives.
+
+    Attributes:
+        x: `[L, R * M, H]` bfloat16 or float8_e4m3fn; of expert e the first `recv_count[e]` rows are real, sorted by
+            source rank, then by token.
+        scales: `[L, R * M, S]`, with the rows innermost in memory, or None.
+        recv_count: `[L]` int32.
+        handle: For the combine.
+    """
+
+    x: Tensor
+    scales: Tensor | None
+    recv_count: Tensor
+    handle: LowLatencyHandle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowLatencyCombineRequest:
+    """A low-latency combine.
+
+    Attributes:
+        x: `[L, R * M, H]` bfloat16; what the experts made of the rows.
+        topk_idx: `[T, K]`, as it was dispatched.
+        topk_weights: `[T, K]` float32.
+        handle: What the dispatch gave.
+        use_logfmt: Whether rows may cross in the 10-bit logarithmic format.
+        out: `[T, H]` bfloat16 to write to, or None.
+        wait_stats: As in the dispatch.
+    """
+
+    x: Tensor
+    topk_idx: Tensor
+    topk_weights: Tensor
+    handle: LowLatencyHandle
+    use_logfmt: bool
+    out: Tensor | None
+    wait_stats: Tensor | None
+
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Pending(Generic[R]):
+    """A call whose sending half has been issued.
+
+    Attributes:
+        result: What it returns; valid after `finish`.
+        finish: Issues the receiving half on the current stream.
+    """
+
+    result: R
+    finish: Callable[[], None]
+
+
+class LowLatencyEngine(Protocol):
+    """Carries low-latency exchanges: fixed capacity, no host wait, at most two results in flight.
+
+    A call that is not split is complete when it returns, and its `finish` does nothing.
+    """
+
+    def dispatch(self, request: LowLatencyDispatchRequest, *, split: bool) -> Pending[LowLatencyDispatchResult]:
+        """Send each token once to every rank that owns one of its experts; split in two halves, or as one."""
+
+    def combine(self, request: LowLatencyCombineRequest, *, split: bool) -> Pending[Tensor]:
+        """Bring rows back and add them, weighted: `[T, H]` bfloat16; split in two halves, or as one."""
+
+    def close(self) -> None:
+        """Let go of the memory."""
