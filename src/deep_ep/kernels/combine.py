@@ -21,7 +21,7 @@ import triton.language as tl
 
 from deep_ep import gpu_layout
 from deep_ep.kernels.dispatch import row_among_mine, rows_before, rows_between
-from deep_ep.kernels.rows import copy_flat, load_words, store_words
+from deep_ep.kernels.rows import copy_flat, inside, store_words
 from deep_ep.kernels.signal import begin, end, give_up, kernel, post_one, wait_all, wait_for_peers, words_at
 
 UNITS = tl.constexpr(gpu_layout.UNITS)
@@ -45,7 +45,8 @@ def first_slot(rank_prefix, dst, src, NUM_RANKS: tl.constexpr, RANKS: tl.constex
     rank = tl.arange(0, RANKS).to(tl.int64)
     is_block = (rank < NUM_RANKS) & (rank != dst)
     at = rank_prefix + dst * NUM_RANKS + rank
-    num_rows = tl.load(at, mask=is_block, other=0) - tl.load(at - NUM_RANKS, mask=is_block & (dst > 0), other=0)
+    num_rows = tl.load(at, mask=is_block, other=0)
+    num_rows -= tl.load(at - NUM_RANKS, mask=is_block & (rank * 0 + dst > 0), other=0)
     return tl.sum(tl.where(rank < src, num_rows.to(tl.int64), 0), 0)
 
 
@@ -175,7 +176,7 @@ def _wait_for_rows(
     )
     at = rank_prefix + rank * NUM_RANKS + peer
     num_back = tl.load(at, mask=peer < NUM_RANKS, other=0).to(tl.int64)
-    num_back -= tl.load(at - NUM_RANKS, mask=(peer < NUM_RANKS) & (rank > 0), other=0)
+    num_back -= tl.load(at - NUM_RANKS, mask=(peer < NUM_RANKS) & (peer * 0 + rank > 0), other=0)
     is_awaited = is_pair & (row >= 0)
     unit = tl.minimum(tl.maximum(row, 0) // rows_per_unit(num_back, unit_rows), MAX_UNITS - 1)
     words = words_at(control, rank, UNITS + peer * MAX_UNITS + unit)
@@ -219,29 +220,26 @@ def _add_tile(
         slot = tl.arange(0, TOPK).to(tl.int64)[None, :]
         weights = tl.zeros([TOKENS, TOPK], tl.float32)
         for j in tl.static_range(NUM_RANKS):
-            mask = (places[j] >= 0)[:, None] & (slot < num_topk)
-            source = tl.where(j == rank, topk_weights, staged + weights_offset).to(tl.pointer_type(tl.float32))
-            weights += tl.load(source + places[j][:, None] * num_topk + slot, mask=mask, other=0.0)
-        at = combined_weights.to(tl.pointer_type(tl.float32)) + token[:, None] * num_topk + slot
-        tl.store(at, weights, mask=is_token[:, None] & (slot < num_topk))
+            is_weight = (places[j] >= 0)[:, None] & (slot < num_topk)
+            weights_ptr = tl.where(j == rank, topk_weights, staged + weights_offset).to(tl.pointer_type(tl.float32))
+            weights += tl.load(weights_ptr + places[j][:, None] * num_topk + slot, mask=is_weight, other=0.0)
+        sum_ptr = combined_weights.to(tl.pointer_type(tl.float32)) + token[:, None] * num_topk + slot
+        tl.store(sum_ptr, weights, mask=is_token[:, None] & (slot < num_topk))
     for begin_column in range(0, HIDDEN, COLUMNS):
         column = (begin_column + tl.arange(0, COLUMNS))[None, :]
         at = token[:, None] * HIDDEN + column
         total = tl.zeros([TOKENS, COLUMNS], tl.float32)
-        if HIDDEN % COLUMNS == 0:
-            is_column = tl.full([1, 1], True, tl.int1)
-        else:
-            is_column = column < HIDDEN
+        is_here = inside(is_token[:, None], column, HIDDEN, COLUMNS)
         if NUM_BIASES > 0:
-            total = _load_values(bias_0, at, is_token[:, None] & is_column, DTYPE, ALIGN, STREAM)
+            total = _load_values(bias_0, at, is_here, DTYPE, ALIGN, STREAM)
         if NUM_BIASES > 1:
-            total += _load_values(bias_1, at, is_token[:, None] & is_column, DTYPE, ALIGN, STREAM)
+            total += _load_values(bias_1, at, is_here, DTYPE, ALIGN, STREAM)
         for j in tl.static_range(NUM_RANKS):
-            mask = (places[j] >= 0)[:, None] & is_column
+            mask = inside((places[j] >= 0)[:, None], column, HIDDEN, COLUMNS)
             source = tl.where(j == rank, x, staged)
             total += _load_values(source, places[j][:, None] * HIDDEN + column, mask, DTYPE, ALIGN, STREAM)
         combined_ptr = tl.multiple_of(combined_x.to(tl.pointer_type(DTYPE)), ALIGN)
-        store_words(combined_ptr + at, total.to(DTYPE), is_token[:, None] & is_column, STREAM)
+        store_words(combined_ptr + at, total.to(DTYPE), is_here, STREAM)
 
 
 @triton.jit

@@ -28,6 +28,15 @@ def store_words(ptrs, words, mask, STREAM: tl.constexpr):
 
 
 @triton.jit
+def inside(is_row, column, ROW: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the mask of a tile of rows: the rows' own mask if its columns cannot pass their end."""
+    if ROW % COLUMNS == 0:
+        return is_row
+    else:  # noqa: RET505 (only one branch is compiled)
+        return is_row & (column < ROW)
+
+
+@triton.jit
 def copy_flat(dst, src, num_words, WORD: tl.constexpr, ALIGN: tl.constexpr, TILE: tl.constexpr, STREAM: tl.constexpr):
     """Copy consecutive words from one address to another.
 
@@ -62,9 +71,6 @@ def copy_rows(
     src_ptr = tl.multiple_of(src.to(tl.pointer_type(WORD)), ALIGN) + src_row[:, None] * ROW_WORDS
     for begin in range(0, ROW_WORDS, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
-        if ROW_WORDS % COLUMNS == 0:
-            mask = is_row[:, None]
-        else:
-            mask = is_row[:, None] & (column < ROW_WORDS)[None, :]
+        mask = inside(is_row[:, None], column[None, :], ROW_WORDS, COLUMNS)
         words = load_words(src_ptr + column[None, :], mask, STREAM)
         store_words(dst_ptr + column[None, :], words, mask, STREAM)

@@ -28,6 +28,8 @@ atomics, and a deadline is a number of spins. It runs the programs of a launch o
 never wait for a later program of its own launch.
 """
 
+import inspect
+
 import triton
 import triton.language as tl
 
@@ -104,7 +106,9 @@ _POST_MANY_PTX = tl.constexpr(
 
 def kernel(function):
     """Make a kernel whose run-time arguments never cause a new compilation; they are all 64-bit integers."""
-    return triton.jit(do_not_specialize=range(64))(function)
+    parameters = inspect.signature(function).parameters.values()
+    runtime = [parameter.name for parameter in parameters if parameter.annotation is not tl.constexpr]
+    return triton.jit(do_not_specialize=runtime)(function)
 
 
 @triton.jit
