@@ -189,17 +189,25 @@ class CpuEngine:
         offset = exchange.places[self.rank].offset + exchange.layouts[self.rank].records
         num_words = _record_words(exchange.headers[self.rank])
         if topk_idx is None or topk_weights is None:
-            return None, None, memory.rows(offset, num_real_rows, num_words, torch.int32)[:, 0].contiguous()
+            return None, None, _copy(memory.rows(offset, num_real_rows, num_words, torch.int32)[:, 0])
         num_topk, num_experts = topk_idx.size(1), request.layout.num_tokens_per_expert.numel()
         num_idx_words = num_topk * topk_idx.element_size() // 4
         record = memory.rows(offset, num_real_rows, num_words, torch.int32)
-        src_idx = record[:, num_idx_words + num_topk].contiguous()
+        src_idx = _copy(record[:, num_idx_words + num_topk])
         expert = record.view(topk_idx.dtype)[:, :num_topk]
         local = local_expert(self.rank, num_experts, self.num_ranks, topk_idx.dtype)[expert]
         weights = record.view(torch.float32)[:, num_idx_words : num_idx_words + num_topk].masked_fill(local < 0, 0.0)
         if num_rows > num_real_rows:
             src_idx, local, weights = (_pad(rows_, num_rows) for rows_ in (src_idx, local, weights))
         return local, weights, src_idx
+
+
+def _copy(column: Tensor) -> Tensor:
+    """Copy a column of the records, which lie in memory that the next call uses again.
+
+    `contiguous` would copy nothing where there is one column or one row.
+    """
+    return column.clone(memory_format=torch.contiguous_format)
 
 
 def _make_records(num_tokens: int, topk_idx: Tensor | None, topk_weights: Tensor | None) -> Tensor:

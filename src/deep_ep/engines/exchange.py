@@ -22,6 +22,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import compress
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -241,10 +242,13 @@ class Exchanger:
             return self.control.all_gather(words, call, "new memory")
 
         unused = self.arena.remove_unused_segments() if needs[self.rank] > places[self.rank].num_bytes else []
-        for rank, (bits,) in enumerate(all_gather([sum(1 << segment for segment in unused)])):
-            for segment, memories in self.segments.items():
-                if bits >> segment & 1:
-                    memories[rank] = _NO_MEMORY
+        segments = list(self.segments)  # the same on all ranks
+        for rank, is_unused in enumerate(all_gather([int(segment in unused) for segment in segments])):
+            for segment in compress(segments, is_unused):
+                self.segments[segment][rank] = _NO_MEMORY
+        for segment in segments:
+            if not any(memory.data.numel() for memory in self.segments[segment]):
+                del self.segments[segment]
         is_short = [need > place.num_bytes for need, place in zip(needs, places, strict=True)]
         # A quarter more than is needed, so that routing which varies from call to call does not grow it each time.
         own_bytes = align(needs[self.rank] * 5 // 4) if is_short[self.rank] else 0
