@@ -333,7 +333,7 @@ class Buffer:
         layout = checks.check_layout(
             num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, rows.size(0), self.group_size, engine.device
         )
-        idx, weights = checks.check_topk(topk_idx, topk_weights, rows.size(0), engine.device)
+        idx, weights = checks.check_topk(topk_idx, topk_weights, rows.size(0), num_experts, engine.device)
         if checks.check_at_least("num_worst_tokens", num_worst_tokens, 0) and idx is None:
             raise ConfigError(f"num_worst_tokens={num_worst_tokens} needs topk_idx and topk_weights, got None")
         request = DispatchRequest(

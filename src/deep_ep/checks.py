@@ -78,7 +78,7 @@ def check_topk_idx(topk_idx: object, num_tokens: int | str, device: torch.device
 
 
 def check_topk(
-    topk_idx: object, topk_weights: object, num_tokens: int, device: torch.device
+    topk_idx: object, topk_weights: object, num_tokens: int, num_experts: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
     """Check the top-k tensors of a dispatch: both, or neither."""
     if topk_idx is None and topk_weights is None:
@@ -87,6 +87,10 @@ def check_topk(
         missing = "topk_idx" if topk_idx is None else "topk_weights"
         raise ConfigError(f"topk_idx and topk_weights must be given together, but {missing} is None")
     idx = check_topk_idx(topk_idx, num_tokens, device)
+    if device.type == "cpu" and idx.numel():  # on a GPU, looking would mean to wait for it
+        for value in map(int, torch.aminmax(idx)):
+            if not -1 <= value < num_experts:
+                raise ConfigError(f"topk_idx must be -1 or from 0 to num_experts - 1 = {num_experts - 1}, got {value}")
     weights = check_tensor("topk_weights", topk_weights, device=device, shape=tuple(idx.shape), dtypes=(torch.float32,))
     return idx, weights
 
