@@ -17,9 +17,11 @@ from deep_ep import checks, env
 from deep_ep.config import Config, combine_config, dispatch_config
 from deep_ep.engines.base import CachedDispatchRequest, CombineRequest, DispatchRequest, Engine
 from deep_ep.engines.cpu import CpuEngine
+from deep_ep.engines.cpu_low_latency import CpuLowLatencyEngine
 from deep_ep.engines.gpu import GpuEngine
 from deep_ep.errors import ConfigError, DestroyedError, UnsupportedError
 from deep_ep.events import EventHandle, EventOverlap
+from deep_ep.low_latency import LowLatencyCalls
 from deep_ep.memory.rendezvous import Rendezvous
 from deep_ep.streams import CpuStreams, CudaStreams, Event, Streams
 
@@ -29,7 +31,7 @@ Rows = Tensor | tuple[Tensor, Tensor]
 DispatchReturn = tuple[Rows, Tensor | None, Tensor | None, list[int] | None, tuple[Tensor, ...] | None, EventOverlap]
 
 
-class Buffer:
+class Buffer(LowLatencyCalls):
     """Expert-parallel exchange between the ranks of a group: dispatch tokens to experts, combine what they make.
 
     All ranks of the group construct one together, and then make the same calls in the same order.
@@ -91,11 +93,11 @@ class Buffer:
         device: torch.device | str | None = None,
     ) -> None:
         self._engine: Engine | None = None
+        self._low_latency = None
         checks.check_at_least("num_nvl_bytes", num_nvl_bytes, 0)
         checks.check_at_least("num_rdma_bytes", num_rdma_bytes, 0)
-        if low_latency_mode or enable_shrink:
-            name = "low_latency_mode" if low_latency_mode else "enable_shrink"
-            raise UnsupportedError(f"{name}=True is not in this version of deep_ep, which has normal mode only")
+        if enable_shrink:
+            raise UnsupportedError("enable_shrink=True is not in this version of deep_ep: ranks cannot be masked yet")
         if timeout_s is not None and not timeout_s > 0:
             raise ConfigError(f"timeout_s must be a positive number of seconds, got {timeout_s}")
         rendezvous = Rendezvous(group, comm)
@@ -105,8 +107,19 @@ class Buffer:
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
         self.explicitly_destroy = explicitly_destroy
         timeout_s = env.TIMEOUT_S.get() if timeout_s is None else timeout_s
-        self._streams: Streams
-        self._engine, self._streams = _start(_choose_device(device), rendezvous, int(num_nvl_bytes), timeout_s)
+        self._device = _choose_device(device)
+        if self._device.type == "cpu":
+            cpu_engine = CpuEngine(rendezvous, int(num_nvl_bytes), timeout_s)
+            self._engine, self._streams = cpu_engine, CpuStreams()
+            if low_latency_mode:
+                self._low_latency = CpuLowLatencyEngine(cpu_engine.exchanger)
+        else:
+            if low_latency_mode:
+                raise UnsupportedError("low_latency_mode=True is not in this version of deep_ep on GPUs yet")
+            self._engine = GpuEngine(
+                rendezvous, int(num_nvl_bytes), timeout_s, self._device, use_peer_access=env.USE_P2P.get()
+            )
+            self._streams = CudaStreams(self._device)
 
     # Lifetime
 
@@ -120,6 +133,9 @@ class Buffer:
 
         Tensors that calls have returned stay valid.
         """
+        if self._low_latency is not None:
+            self._low_latency.close()
+            self._low_latency = None
         if self._engine is not None:
             self._engine.close()
             self._engine = None
@@ -208,12 +224,12 @@ class Buffer:
             dtype: The dtype to view it as.
             size: The shape to give it; None gives all of it, in one dimension.
             offset: Where to begin, in bytes.
-            use_rdma_buffer: The memory for exchange between hosts instead.
+            use_rdma_buffer: The memory of low-latency mode instead; on CPU ranks both modes share one.
 
         Raises:
             ConfigError: If the memory is too small for that.
         """
-        local = self._running().local_bytes()[: 0 if use_rdma_buffer else None]
+        local = self._running().local_bytes()[: 0 if use_rdma_buffer and not self.low_latency_mode else None]
         if offset % dtype.itemsize or not 0 <= offset <= local.numel():
             raise ConfigError(
                 f"offset must be a multiple of {dtype.itemsize} from 0 to {local.numel()} bytes, got {offset}"
@@ -333,6 +349,7 @@ class Buffer:
         layout = checks.check_layout(
             num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, rows.size(0), self.group_size, engine.device
         )
+        num_experts = layout.num_tokens_per_expert.numel()
         idx, weights = checks.check_topk(topk_idx, topk_weights, rows.size(0), num_experts, engine.device)
         if checks.check_at_least("num_worst_tokens", num_worst_tokens, 0) and idx is None:
             raise ConfigError(f"num_worst_tokens={num_worst_tokens} needs topk_idx and topk_weights, got None")
@@ -427,10 +444,3 @@ def _choose_device(device: torch.device | str | None) -> torch.device:
     if chosen.type == "cuda" and chosen.index is None:
         chosen = torch.device("cuda", torch.cuda.current_device())
     return chosen
-
-
-def _start(device: torch.device, rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> tuple[Engine, Streams]:
-    if device.type == "cpu":
-        return CpuEngine(rendezvous, num_bytes, timeout_s), CpuStreams()
-    engine = GpuEngine(rendezvous, num_bytes, timeout_s, device, use_peer_access=env.USE_P2P.get())
-    return engine, CudaStreams(device)
