@@ -55,7 +55,9 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, torch.Tensor):
             return NotImplemented
-        content = obj.detach().reshape(-1).clone().view(torch.uint8).numpy().tobytes() if obj.numel() else b""
+        flat = torch.empty(obj.numel(), dtype=obj.dtype)
+        flat.view(obj.shape).copy_(obj.detach())
+        content = flat.view(torch.uint8).numpy().tobytes()
         return _make_tensor, (content, obj.dtype, tuple(obj.shape))
 
 
@@ -175,9 +177,7 @@ class RankPool:
         self._store: dist.Store | None = None
         self.num_starts = 0
 
-    def run(
-        self, num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S
-    ) -> list[Any]:
+    def run(self, num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
         """Run `function(rank, *args)` on the first ranks; return what it returned on each.
 
         Raises:
@@ -259,9 +259,7 @@ class RankPool:
         for rank, answer in enumerate(answers):
             if answer is None:
                 stack = workers[rank].stack_path.read_text()
-                parts.append(
-                    f"rank {rank} gave no answer within {timeout_s} s or soon after another failed:\n{stack}"
-                )
+                parts.append(f"rank {rank} gave no answer within {timeout_s} s or soon after another failed:\n{stack}")
             elif not answer[0]:
                 parts.append(f"rank {rank} failed:\n{answer[1]}")
             else:

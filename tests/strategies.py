@@ -69,6 +69,10 @@ class Exchange:
     seed: int = 0
 
     @property
+    def sum_dtype(self) -> torch.dtype:
+        return _DTYPES[self.sum_kind]
+
+    @property
     def num_ranks(self) -> int:
         return len(self.num_tokens)
 
@@ -86,9 +90,7 @@ class Exchange:
             scales=scales,
             topk_idx=self._route(num_tokens, generator).to(self.topk_idx_dtype),
             topk_weights=torch.rand(num_tokens, self.num_topk, generator=generator) + 0.5,
-            biases=tuple(
-                _rows(self.sum_kind, num_tokens, self.hidden, generator)[0] for _ in range(self.num_biases)
-            ),
+            biases=tuple(_rows(self.sum_kind, num_tokens, self.hidden, generator)[0] for _ in range(self.num_biases)),
         )
 
     def more_rows(self, rank: int, num: int) -> Tensor | tuple[Tensor, Tensor]:

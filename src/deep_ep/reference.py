@@ -150,10 +150,7 @@ def dispatch(
     num_tokens_per_expert_E = torch.stack([layout.num_tokens_per_expert for layout in layouts]).sum(dim=0)
     handles = make_handles([layout.is_token_in_rank for layout in layouts], num_sms)
     if num_worst_tokens > 0:
-        handles = [
-            handle._replace(recv_src_idx=_lengthen(handle.recv_src_idx, num_worst_tokens))
-            for handle in handles
-        ]
+        handles = [handle._replace(recv_src_idx=_lengthen(handle.recv_src_idx, num_worst_tokens)) for handle in handles]
     received = []
     for rank, experts in enumerate(local_experts(len(num_tokens_per_expert_E), len(x_RTH))):
         handle = handles[rank]
@@ -211,9 +208,7 @@ def combine(
     return combined
 
 
-def _add_rows_sent_back(
-    sum_TH: Tensor, x_RNH: Sequence[Tensor], handles: Sequence[Handle], src_rank: int
-) -> None:
+def _add_rows_sent_back(sum_TH: Tensor, x_RNH: Sequence[Tensor], handles: Sequence[Handle], src_rank: int) -> None:
     """Add to the sums of one rank the rows that each rank has of its tokens, rank by rank."""
     for rank, handle in enumerate(handles):
         rows = _rows_from(src_rank, handle, rank)

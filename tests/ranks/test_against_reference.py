@@ -76,11 +76,9 @@ def test_a_cached_dispatch_goes_the_same_way_with_a_rebuilt_handle(pool, exchang
     results = pool.run(exchange.num_ranks, dispatch_again_and_combine, exchange, num_repeats)
     handles = [received.handle for received in expect_dispatch(exchange)]
     expected_combined = expect_combine(exchange, has_weights=True)
-    rows = [
-        [exchange.more_rows(rank, num) for rank in range(exchange.num_ranks)] for num in range(num_repeats)
-    ]
+    rows = [[exchange.more_rows(rank, num) for rank in range(exchange.num_ranks)] for num in range(num_repeats)]
     for rank, (received, combined, _) in enumerate(results):
-        assert_combined(combined, expected_combined[rank])
+        assert_combined(exchange, combined, expected_combined[rank])
         num_received = int(handles[rank].rank_prefix_matrix[-1, rank])
         for num, (x, scales) in enumerate(received):
             sent = [item if isinstance(item, tuple) else (item, None) for item in rows[num]]
@@ -146,7 +144,7 @@ def test_two_exchanges_in_flight_do_not_touch_each_other(pool, data):
         received, combined = expect_dispatch(exchange), expect_combine(exchange, has_weights=True)
         for rank in range(num_ranks):
             assert_received(rank, results[rank][which][0], received[rank])
-            assert_combined(results[rank][which][1], combined[rank])
+            assert_combined(exchange, results[rank][which][1], combined[rank])
 
 
 def exchange_with_flags(rank, exchange, has_previous, async_finish, allocate_on_comm_stream):
@@ -177,16 +175,14 @@ def exchange_with_flags(rank, exchange, has_previous, async_finish, allocate_on_
     ("has_previous", "async_finish", "allocate_on_comm_stream"),
     list(itertools.product([False, True], repeat=3)),
 )
-def test_every_combination_of_stream_flags_gives_the_same(
-    pool, has_previous, async_finish, allocate_on_comm_stream
-):
+def test_every_combination_of_stream_flags_gives_the_same(pool, has_previous, async_finish, allocate_on_comm_stream):
     """C54."""
     exchange = Exchange(num_tokens=(9, 0, 17), hidden=96, num_topk=3, num_experts=7, routing="holes", seed=54)
     results = pool.run(3, exchange_with_flags, exchange, has_previous, async_finish, allocate_on_comm_stream)
     received, combined = expect_dispatch(exchange), expect_combine(exchange, has_weights=True)
     for rank in range(3):
         assert_received(rank, results[rank][0], received[rank])
-        assert_combined(results[rank][1], combined[rank])
+        assert_combined(exchange, results[rank][1], combined[rank])
 
 
 @pytest.mark.parametrize("num_biases", [0, 1, 2])

@@ -265,9 +265,7 @@ def use_overlapping_groups(rank):
     """Make buffers of overlapping groups and use them in turns; each rank knows only the groups it is in."""
     members = [(0, 1), (1, 2), (0, 1, 2), (0, 2), (2,)]
     groups = [dist.new_group(list(ranks)) for ranks in members]
-    mine = [
-        (ranks, Buffer(group)) for ranks, group in zip(members, groups, strict=True) if rank.rank in ranks
-    ]
+    mine = [(ranks, Buffer(group)) for ranks, group in zip(members, groups, strict=True) if rank.rank in ranks]
     results = []
     for _ in range(20):
         for ranks, buffer in mine:
@@ -279,9 +277,7 @@ def use_overlapping_groups(rank):
 
 
 def exchange_of(ranks):
-    return Exchange(
-        num_tokens=tuple(5 + 3 * rank for rank in ranks), hidden=40, num_experts=9, seed=sum(ranks)
-    )
+    return Exchange(num_tokens=tuple(5 + 3 * rank for rank in ranks), hidden=40, num_experts=9, seed=sum(ranks))
 
 
 def test_overlapping_groups_in_one_process_do_not_touch_each_other(three_ranks):
