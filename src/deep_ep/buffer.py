@@ -23,7 +23,7 @@ from deep_ep.errors import ConfigError, DestroyedError, UnsupportedError
 from deep_ep.events import EventHandle, EventOverlap
 from deep_ep.low_latency import LowLatencyCalls
 from deep_ep.memory.rendezvous import Rendezvous
-from deep_ep.streams import CpuStreams, CudaStreams, Event, Streams
+from deep_ep.streams import CpuStreams, CudaStreams, Event
 
 logger = logging.getLogger("deep_ep")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deep_ep.engines.base import Handle, Layout
+from deep_ep.engines.base import Handle, Layout, LowLatencyHandle
 from deep_ep.engines.exchange import DTYPES
 from deep_ep.errors import ConfigError
 
@@ -183,3 +183,31 @@ def check_at_least(name: str, value: int, minimum: int) -> int:
     if value != int(value) or value < minimum:
         raise ConfigError(f"{name} must be an integer of at least {minimum}, got {value}")
     return int(value)
+
+
+def check_stats(
+    name: str, stats: object, dtype: torch.dtype, device: torch.device, size: int | str = "num_local_experts"
+) -> Tensor | None:
+    """Check a tensor that a call adds to, or None."""
+    if stats is None:
+        return None
+    checked = check_tensor(name, stats, device=device, shape=(size,), dtypes=(dtype,))
+    if checked.data_ptr() != stats.data_ptr():  # type: ignore[attr-defined]
+        raise ConfigError(f"{name} must be contiguous, for the call adds to it in place")
+    return checked
+
+
+def check_low_latency_handle(handle: object, num_ranks: int, device: torch.device) -> LowLatencyHandle:
+    """Check a handle of low-latency mode: the tuple that a dispatch returned, or one rebuilt from its items."""
+    num_items = len(LowLatencyHandle._fields)
+    if not isinstance(handle, (tuple, list)) or len(handle) != num_items:
+        found = f"{len(handle)} items" if isinstance(handle, (tuple, list)) else type(handle).__name__
+        raise ConfigError(f"handle must be the tuple of {num_items} items that dispatch returned, got {found}")
+    src_info, layout_range, num_max_tokens, hidden, num_experts = handle
+    rows = num_ranks * num_max_tokens
+    src_info = check_tensor(
+        "handle[0]", src_info, device=device, shape=("num_local_experts", rows), dtypes=(torch.int32,)
+    )
+    shape = (src_info.size(0), num_ranks)
+    layout_range = check_tensor("handle[1]", layout_range, device=device, shape=shape, dtypes=(torch.int64,))
+    return LowLatencyHandle(src_info, layout_range, num_max_tokens, hidden, num_experts)

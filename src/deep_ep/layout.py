@@ -2,20 +2,20 @@
 
 Each rank of a host owns two kinds of memory that every other rank of the host has mapped:
 
-- a **control block** of some kilobytes (`ControlLayout`): one signal word and two areas of integers;
+- a **control block** of some kilobytes (`ControlLayout`): signals and two areas of integers;
 - **segments**, which hold rows. A call uses one **extent** of one segment, cut into **sections** by
   `DispatchLayout` or `CombineLayout`. Senders and the receiver compute the same offsets from the same integers.
 
 Example: rank 1 receives two rows of 6 bytes from rank 0 and one from itself, with a scale of 4 bytes each and one
 expert id, one weight and a source index as record::
 
-    control block of rank 1            an extent of rank 1, from its offset on
-    +--------+--------+--------+       +------------------+------------------+------------------+
-    | signal | area 0 | area 1 |       | x: 3 rows x 6 B  | scales           | records          |
-    | 128 B  |        |        |       | row 0, 1: rank 0 | 3 rows x 4 B     | 3 rows x 16 B    |
-    +--------+--------+--------+       | row 2: rank 1    | in the same order| in the same order|
-                                       +------------------+------------------+------------------+
-                                       0                  128                256              384
+    control block of rank 1               an extent of rank 1, from its offset on
+    +------+---------+--------+--------+  +------------------+------------------+------------------+
+    | step | written | area 0 | area 1 |  | x: 3 rows x 6 B  | scales           | records          |
+    |      | failed  |        |        |  | row 0, 1: rank 0 | 3 rows x 4 B     | 3 rows x 16 B    |
+    +------+---------+--------+--------+  | row 2: rank 1    | in the same order| in the same order|
+    0      128       256    8448   16640  +------------------+------------------+------------------+
+                                          0                  128                256              384
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ def align(num_bytes: int) -> int:
 
 
 class ControlLayout:
-    """The control block of one rank, counted in words of 8 bytes."""
+    """The control block of one rank, in words of 8 bytes. Signals of different times have lines of their own."""
 
-    SIGNAL = 0
+    _WORDS_PER_LINE = ALIGNMENT_BYTES // 8
+    STEP = 0
+    WRITTEN = _WORDS_PER_LINE
+    FAILED = WRITTEN + 1
     NUM_AREA_WORDS = 1024
-    _FIRST_AREA = ALIGNMENT_BYTES // 8
+    _FIRST_AREA = 2 * _WORDS_PER_LINE
     NUM_BYTES = (_FIRST_AREA + 2 * NUM_AREA_WORDS) * 8
 
     @classmethod
@@ -84,3 +87,23 @@ class CombineLayout:
         self.biases = align(num_rows * num_topk * 4)
         self.x = self.biases + num_bias_rows * row_bytes
         self.num_bytes = align(self.x + num_rows * row_bytes)
+
+
+class LowLatencyDispatchLayout:
+    """The sections of the extent that one rank receives a low-latency dispatch into; attributes are byte offsets.
+
+    There is a slot for every row that could come: for each expert, as many as all ranks may send.
+
+    Args:
+        num_slots: Slots of all experts of a rank; of the ranks with most experts, if they differ.
+        row_bytes: Bytes of one row of x.
+        scale_row_bytes: Bytes of one row's scales, 0 without scales.
+    """
+
+    __slots__ = ("num_bytes", "scales", "src_info", "x")
+
+    def __init__(self, *, num_slots: int, row_bytes: int, scale_row_bytes: int) -> None:
+        self.x = 0
+        self.scales = align(num_slots * row_bytes)
+        self.src_info = self.scales + align(num_slots * scale_row_bytes)
+        self.num_bytes = self.src_info + align(num_slots * 4)

@@ -34,6 +34,9 @@ class Streams(Protocol):
     ) -> tuple[R, EventOverlap]:
         """Run a call; return its result and an event, which holds one only with `async_finish`."""
 
+    def bind(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Return a call that will run on the stream that is current now."""
+
     def comm_stream(self) -> Any:
         """Return the communication stream."""
 
@@ -53,6 +56,10 @@ class CpuStreams:
         if event is not None:
             event.current_stream_wait()
         return call(), EventOverlap(EventHandle() if async_finish else None)
+
+    def bind(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Return the call."""
+        return call
 
     def comm_stream(self) -> Any:
         """Return the one stream that a CPU has."""
@@ -94,6 +101,16 @@ class CudaStreams:
             return result, EventOverlap(done)
         done.current_stream_wait()
         return result, EventOverlap(None)
+
+    def bind(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Return a call that will run on the stream that is current now."""
+        stream = torch.cuda.current_stream()
+
+        def bound() -> None:
+            with torch.cuda.stream(stream):
+                call()
+
+        return bound
 
     def comm_stream(self) -> Any:
         """Return the communication stream."""

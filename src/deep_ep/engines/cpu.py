@@ -33,12 +33,15 @@ class CpuEngine:
         rendezvous: The ranks.
         num_bytes: Bytes of shared memory to begin with; a call that needs more makes all ranks map more.
         timeout_s: How long a call waits for a peer.
+
+    Attributes:
+        exchanger: The memory and the steps, which low-latency calls share.
     """
 
     def __init__(self, rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> None:
         self.device = torch.device("cpu")
         self.rank, self.num_ranks = rendezvous.rank, rendezvous.num_ranks
-        self._exchanger = Exchanger(rendezvous, num_bytes, timeout_s)
+        self.exchanger = Exchanger(rendezvous, num_bytes, timeout_s)
 
     def compute_layout(self, topk_idx: Tensor, num_experts: int) -> Layout:
         """Count where tokens go."""
@@ -63,10 +66,11 @@ class CpuEngine:
             num_worst_tokens=request.num_worst_tokens,
         )
         told = [*send_counts, *channels.ends.view(-1).tolist(), *layout.num_tokens_per_expert.tolist()]
-        exchange = self._exchanger.begin(header, _dispatch_layout, told)
+        exchange = self.exchanger.begin(header, _dispatch_layout, told)
         check_worst_tokens(exchange)
-        with self._exchanger.writing(exchange):
+        with self.exchanger.writing(exchange):
             _write_rows(exchange, tokens, x, scales, records)
+        self.exchanger.finish(exchange)
         return self._receive(request, exchange, channels.ends.t().contiguous(), channels.send_head)
 
     def dispatch_cached(self, request: CachedDispatchRequest) -> tuple[Tensor, Tensor | None]:
@@ -83,11 +87,12 @@ class CpuEngine:
             routing=routing.checksum,
             num_worst_tokens=num_rows,
         )
-        exchange = self._exchanger.begin(header, _dispatch_layout, counts=routing.counts)
-        with self._exchanger.writing(exchange):
+        exchange = self.exchanger.begin(header, _dispatch_layout, counts=routing.counts)
+        with self.exchanger.writing(exchange):
             _write_rows(exchange, tokens, x, scales, None)
+        self.exchanger.finish(exchange)
         sizes = [num_rows * _row_bytes(x), num_rows * _row_bytes(scales)]
-        recv_x, recv_scales = self._exchanger.take_sections(exchange, sizes)
+        recv_x, recv_scales = self.exchanger.take_sections(exchange, sizes)
         return _as_rows(recv_x, num_rows, x), None if scales is None else _as_rows(recv_scales, num_rows, scales)
 
     def combine(self, request: CombineRequest) -> tuple[Tensor, Tensor | None]:
@@ -105,10 +110,10 @@ class CpuEngine:
             routing=routing.checksum,
             num_bias_rows=len(biases) * num_tokens,
         )
-        exchange = self._exchanger.begin(header, _combine_layout, counts=counts_back)
+        exchange = self.exchanger.begin(header, _combine_layout, counts=counts_back)
         own, own_at = exchange.memories[self.rank], exchange.layouts[self.rank]
         own_offset = exchange.places[self.rank].offset
-        with self._exchanger.writing(exchange):
+        with self.exchanger.writing(exchange):
             begins = [0, *accumulate(counts_back[self.rank])]
             for dst in exchange.receivers():
                 mine, first_row = slice(begins[dst], begins[dst + 1]), exchange.first_row(dst)
@@ -118,6 +123,7 @@ class CpuEngine:
                     rows.copy(weights[mine], memory, offset + at.topk_weights + first_row * _row_bytes(weights))
             for i, bias in enumerate(biases):
                 rows.copy(bias, own, own_offset + own_at.biases + i * num_tokens * _row_bytes(x))
+        self.exchanger.finish(exchange)
         token_rows = rows.TokenRows(token_of_row, num_tokens)
         sum_rows = token_rows
         if biases:
@@ -132,11 +138,11 @@ class CpuEngine:
 
     def local_bytes(self) -> Tensor:
         """Return the first segment of this rank's shared memory, as a uint8 tensor."""
-        return next((memories[self.rank].data for memories in self._exchanger.segments.values()), _NO_BYTES)
+        return next((memories[self.rank].data for memories in self.exchanger.segments.values()), _NO_BYTES)
 
     def close(self) -> None:
         """Let go of the memory; received tensors that still live keep what they use."""
-        self._exchanger.close()
+        self.exchanger.close()
 
     def _receive(
         self,
@@ -150,7 +156,7 @@ class CpuEngine:
         num_real_rows = exchange.num_rows(self.rank)
         num_rows = request.num_worst_tokens or num_real_rows
         sizes = [num_rows * _row_bytes(x), num_rows * _row_bytes(scales)]
-        recv_x, recv_scales = self._exchanger.take_sections(exchange, sizes)
+        recv_x, recv_scales = self.exchanger.take_sections(exchange, sizes)
         topk_idx, topk_weights, src_idx = self._read_records(request, exchange, num_real_rows, num_rows)
         num_experts = request.layout.num_tokens_per_expert.numel()
         first_expert, end_expert = expert_range(self.rank, num_experts, self.num_ranks)

@@ -1,19 +1,19 @@
-"""Exchange: the two steps that every call on CPU ranks takes, and the memory it receives into.
+"""Exchange: how every call on CPU ranks goes, and the memory it receives into.
 
 1. **Headers.** Every rank tells the others what it is about to do (the call and its shapes), how many rows it has for
    each rank, and which stretch of its own memory is free to receive into. Now all ranks know all counts, so each can
    tell where its rows belong: behind those of the ranks before it. If somebody's free stretch is too small, all ranks
    know that too, and map new memory together before they go on.
-2. **Rows.** Every rank copies its rows to where they belong, in the memory of their receivers. Then the ranks meet
-   again; whoever has left this step has all its rows.
+2. **Rows.** Every rank copies its rows to where they belong, in the memory of their receivers, and announces that. Who
+   has seen the announcements of all peers has all its rows.
 
 Example: two ranks with three tokens each. Rank 0 sends its tokens 0 and 2 to rank 1, rank 1 its tokens 0, 1 and 2 to
 itself. The headers say [.., 2] and [.., 3] for rank 1, so rank 0 writes to rows 0 and 1 of rank 1, and rank 1 to rows
-2, 3 and 4. After the second step rank 1 returns those five rows, sorted by source rank, then by source token.
+2, 3 and 4. Then rank 1 returns those five rows, sorted by source rank, then by source token.
 
-*What makes reuse safe.* A rank offers a free stretch in the headers of one call, and peers write there only between the
-two steps of that call. A rank leaves the call when all peers have entered the second step, that is when all of them
-have written; only then may it use, free or offer that stretch again.
+*What makes reuse safe.* A rank offers a free stretch in the headers of one call, and a peer writes there before it
+enters the next call. So a rank may use or free the stretch once it has all its rows, and what it offers in the headers
+of a later call, peers use only after all of them have come to that call.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from deep_ep.memory.rendezvous import AllGather, Rendezvous
 
 logger = logging.getLogger("deep_ep")
 
-CALLS = ("dispatch", "cached dispatch", "combine")
+CALLS = ("dispatch", "cached dispatch", "combine", "low-latency dispatch", "low-latency combine")
 DTYPES = (
     torch.bfloat16,
     torch.float16,
@@ -66,6 +66,8 @@ class Header(NamedTuple):
     topk_idx_bytes: int = 0
     num_experts: int = 0
     num_channels: int = 0
+    num_max_tokens_per_rank: int = 0
+    row_format: int = 0
     routing: int = 0
     num_worst_tokens: int = 0
     num_bias_rows: int = 0
@@ -92,6 +94,7 @@ class Exchange(Generic[L]):
     """What this rank knows about a call after its first step.
 
     Attributes:
+        number: The number of the call; this buffer's first has 1.
         call: The call, in words.
         rank: This rank.
         counts: `counts[src][dst]` rows go from src to dst.
@@ -102,6 +105,7 @@ class Exchange(Generic[L]):
         memories: The segment that each rank's extent is in.
     """
 
+    number: int
     call: str
     rank: int
     counts: list[list[int]]
@@ -140,6 +144,7 @@ class Exchanger:
         self.arena = Arena()
         self.segments: dict[int, list[Memory]] = {}
         self._num_segments = 0
+        self._num_calls = 0
         self._num_asked_bytes = num_bytes
         if any(size for (size,) in rendezvous.all_gather([num_bytes])):
             self._add_segment(num_bytes, rendezvous.all_gather)
@@ -186,22 +191,27 @@ class Exchanger:
             self.segments[place.segment][dst] if need else _NO_MEMORY
             for dst, (place, need) in enumerate(zip(places, needs, strict=True))
         ]
-        return Exchange(call, self.rank, counts, headers, all_told, layouts, places, memories)
+        self._num_calls += 1
+        return Exchange(self._num_calls, call, self.rank, counts, headers, all_told, layouts, places, memories)
 
     @contextmanager
     def writing(self, exchange: Exchange[L]) -> Iterator[None]:
-        """Take the second step of a call when the body, which writes rows, has ended.
-
-        Raises:
-            PeerError: If a peer's body raised. If this rank's did, its error goes on, and the peers are told.
-        """
+        """Announce this rank's rows when the body, which writes them, has ended; an error in it is announced too."""
         try:
             yield
         except Exception:
-            self.control.all_gather([1], exchange.call, "rows")
+            self.control.announce_rows(exchange.number, has_failed=True)
             raise
-        replies = self.control.all_gather([0], exchange.call, "rows")
-        failed = [rank for rank, (has_failed,) in enumerate(replies) if has_failed]
+        self.control.announce_rows(exchange.number, has_failed=False)
+
+    def finish(self, exchange: Exchange[L]) -> None:
+        """Wait for the peers' rows.
+
+        Raises:
+            PeerError: If a peer could not write its rows.
+            PeerTimeoutError: If a peer does not write them in time.
+        """
+        failed = self.control.wait_for_rows(exchange.number, exchange.call)
         if failed:
             raise PeerError(
                 f"rank {self.rank}: {exchange.call} failed on ranks {failed}, so its results would be incomplete",

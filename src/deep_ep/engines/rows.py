@@ -54,6 +54,15 @@ def copy(source: Tensor, memory: Memory, offset_bytes: int) -> None:
         memory.rows(offset_bytes, source.size(0), source.size(1), source.dtype).copy_(source)
 
 
+def scatter(
+    words: Tensor, token_idx: Tensor, memory: Memory, offset_bytes: int, row_idx: Tensor, num_rows: int
+) -> None:
+    """Copy the named rows of `words` `[T, W]` to the named ones of `num_rows` rows that begin at a byte offset."""
+    if words.size(1):
+        target = memory.rows(offset_bytes, num_rows, words.size(1), words.dtype)
+        target.index_copy_(0, row_idx, words.index_select(0, token_idx))
+
+
 class TokenRows:
     """Which rows of a table belong to which token: what a combine adds up.
 

@@ -1,23 +1,31 @@
-"""Control: how the ranks of a host meet, step by step, through a few words of shared memory.
+"""Control: how the ranks of a host meet, through a few words of shared memory.
 
-Every rank owns one control block (`deep_ep.layout.ControlLayout`) that only it writes: a **signal**, which is the
-number of steps that the rank has entered, and two **areas** of integers, which steps use in turn. To take part in
-step n a rank
+Every rank owns one control block (`deep_ep.layout.ControlLayout`) that only it writes. Three of its words are signals,
+which only grow and are never cleared, so a late rank cannot miss one:
+
+- `STEP`, the number of steps that the rank has entered,
+- `WRITTEN`, the number of the last call whose rows the rank has written, and
+- `FAILED`, the number of the last call whose rows it could not write.
+
+To take part in **step** n, in which the ranks exchange integers, a rank
 
 1. writes its integers into its area n mod 2,
-2. sets its signal to n,
-3. waits until the signal of every peer is n or more, and
+2. sets its `STEP` to n,
+3. waits until the `STEP` of every peer is n or more, and
 4. reads the areas n mod 2 of all peers.
 
-Example with two ranks, both entering step 5: rank 0 writes (7, 1) into its area 1, sets its signal from 4 to 5 and
-waits; rank 1 writes (3, 0), sets its signal to 5, finds 5 at rank 0 and reads (7, 1); rank 0 finds 5 and reads (3, 0).
+Example with two ranks, both entering step 5: rank 0 writes (7, 1) into its area 1, sets its `STEP` from 4 to 5 and
+waits; rank 1 writes (3, 0), sets its `STEP` to 5, finds 5 at rank 0 and reads (7, 1); rank 0 finds 5 and reads (3, 0).
 
-*Why two areas are enough.* A rank writes its area again in step n + 2. It gets there only after it has seen the signal
-n + 1 of every peer, and a peer raises that after it has done its reading of step n. A signal has one writer, only grows
-and is never cleared, so a late rank cannot miss it.
+*Why two areas are enough.* A rank writes its area again in step n + 2. It gets there only after it has seen the step
+n + 1 of every peer, and a peer enters that after it has done its reading of step n.
 
-*What a step orders.* Whatever a rank wrote to any shared memory before it entered step n, a peer that has left step n
-can read. The two fences below make that hold on processors that reorder stores (arm) as well as on x86.
+**Rows** are announced one way: a rank sets `WRITTEN` when all its rows of a call are where they belong, and a rank that
+wants its rows waits until that signal of every peer has come. Nobody answers, so ranks may wait for the rows of several
+calls in any order.
+
+*What a signal orders.* Whatever a rank wrote to any shared memory before it set a signal, a peer that has seen the
+signal can read. The fences below make that hold on processors that reorder stores (arm) as well as on x86.
 """
 
 from __future__ import annotations
@@ -46,7 +54,10 @@ class Control:
         rank: This rank.
         num_ranks: Ranks of the group.
         all_gather: How the ranks exchange integers until this object exists.
-        timeout_s: How long a step waits for a peer.
+        timeout_s: How long a wait for a peer may last.
+
+    Attributes:
+        last_wait_ns: How long the last wait was for each rank.
     """
 
     def __init__(self, rank: int, num_ranks: int, all_gather: AllGather, timeout_s: float) -> None:
@@ -54,6 +65,7 @@ class Control:
         self.timeout_s = timeout_s
         self._memory = HostMemory(ControlLayout.NUM_BYTES, rank, all_gather)
         self._blocks = [self._memory.bytes_of(peer).cast("q") for peer in range(num_ranks)]
+        self.last_wait_ns = [0] * num_ranks
         self._step = 0
         self._failure: str | None = None
         # With fewer cores than ranks, a rank that spins keeps the one it waits for from running.
@@ -94,10 +106,34 @@ class Control:
         own = self._blocks[self.rank]
         own[begin:end] = memoryview(array("q", words))
         _fence()  # what was written above is seen by whoever sees the signal
-        own[ControlLayout.SIGNAL] = step
-        self._wait_for_peers(step, call, awaited)
+        own[ControlLayout.STEP] = step
+        self._wait_for_peers(ControlLayout.STEP, step, call, awaited)
         _fence()  # what is read below is what was written before the signals
         return [block[begin:end].tolist() for block in self._blocks]
+
+    def announce_rows(self, number: int, *, has_failed: bool) -> None:
+        """Tell the peers that this rank's rows of a call are written, or never will be.
+
+        Args:
+            number: The number of the call; calls announce theirs in order.
+            has_failed: Whether they never will be.
+        """
+        own = self._blocks[self.rank]
+        if has_failed:
+            own[ControlLayout.FAILED] = number
+        _fence()
+        own[ControlLayout.WRITTEN] = number
+
+    def wait_for_rows(self, number: int, call: str) -> list[int]:
+        """Wait until the peers' rows of a call are written; return the ranks that failed to write theirs.
+
+        Raises:
+            PeerTimeoutError: If a peer does not write its rows in time.
+        """
+        self._wait_for_peers(ControlLayout.WRITTEN, number, call, "rows")
+        _fence()
+        # A later failure counts too: it may hide one of this call.
+        return [rank for rank, block in enumerate(self._blocks) if block[ControlLayout.FAILED] >= number]
 
     def close(self) -> None:
         """Let go of the control blocks."""
@@ -106,18 +142,25 @@ class Control:
         self._blocks = []
         self._memory.close()
 
-    def _wait_for_peers(self, step: int, call: str, awaited: str) -> None:
-        """Spin, then yield the core, then sleep, until every peer has entered the step."""
-        missing = [peer for peer, block in enumerate(self._blocks) if block[ControlLayout.SIGNAL] < step]
+    def _wait_for_peers(self, signal: int, value: int, call: str, awaited: str) -> None:
+        """Spin, then yield the core, then sleep, until a signal of every peer has come to a value."""
+        missing = [peer for peer, block in enumerate(self._blocks) if block[signal] < value]
+        self.last_wait_ns = [0] * len(self._blocks)
         if not missing:
             return
-        start = time.monotonic()
+        start_ns = time.monotonic_ns()
         sleep_s = _SLEEP_S
         while True:
-            missing = [peer for peer in missing if self._blocks[peer][ControlLayout.SIGNAL] < step]
+            waited_ns = time.monotonic_ns() - start_ns
+            still_missing = []
+            for peer in missing:
+                self.last_wait_ns[peer] = waited_ns
+                if self._blocks[peer][signal] < value:
+                    still_missing.append(peer)
+            missing = still_missing
             if not missing:
                 return
-            waited_s = time.monotonic() - start
+            waited_s = waited_ns * 1e-9
             if waited_s < self._spin_s:
                 continue
             if waited_s < _YIELD_S:
@@ -126,13 +169,14 @@ class Control:
                 time.sleep(sleep_s)
                 sleep_s = min(2 * sleep_s, _MAX_SLEEP_S)
             else:
-                self._raise_timeout(missing, step, call, awaited)
+                self._raise_timeout(missing, signal, value, call, awaited)
 
-    def _raise_timeout(self, missing: list[int], step: int, call: str, awaited: str) -> None:
-        seen = ", ".join(f"rank {peer} is at step {self._blocks[peer][ControlLayout.SIGNAL]}" for peer in missing)
+    def _raise_timeout(self, missing: list[int], signal: int, value: int, call: str, awaited: str) -> None:
+        name = "step" if signal == ControlLayout.STEP else "call"
+        seen = ", ".join(f"rank {peer} is at {self._blocks[peer][signal]}" for peer in missing)
         message = (
             f"rank {self.rank}: no sign of {awaited} in {call} from ranks {missing} after {self.timeout_s} s "
-            f"(this rank is at step {step}; {seen})"
+            f"({name} {value} is awaited; {seen})"
         )
         self._failure = message
         raise PeerTimeoutError(

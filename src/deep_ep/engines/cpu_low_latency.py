@@ -1,0 +1,288 @@
+"""Low-latency mode on CPU ranks: the same two steps as normal mode (`deep_ep.engines.exchange`), fixed capacity.
+
+Both directions rest on one order, that of a rank's (token, expert) pairs sorted by expert, then by token:
+
+- *Dispatch.* Every rank tells how many pairs it has for each expert. Row i of a source's pairs for an expert belongs
+  behind the rows that lower source ranks have for it, so each sender can put its rows where they stay.
+- *Combine.* A rank returns the rows of a source expert by expert, in the order in which they came. So what a source
+  gets back, rank after rank, is its pairs in that same order, and it knows which slot of which token each row is.
+
+Example: rank 0 has the pairs (token 0, expert 1), (token 0, expert 0) and (token 1, expert 0). Sorted, they are slots
+1, 2 and 0 of its flattened `topk_idx` [1, 0, 0]: expert 0 gets tokens 0 and 1, expert 1 gets token 0, and the rows come
+back in that order.
+
+A split call waits for the peers' rows in `finish`, and does the rest at once. Calls may be finished in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from deep_ep.engines import fp8, rows
+from deep_ep.engines.base import (
+    LowLatencyCombineRequest,
+    LowLatencyDispatchRequest,
+    LowLatencyDispatchResult,
+    LowLatencyHandle,
+    Pending,
+    RowFormat,
+)
+from deep_ep.engines.exchange import CALLS, DTYPES, Exchange, Exchanger, Header
+from deep_ep.engines.routing import expert_range
+from deep_ep.errors import MismatchError
+from deep_ep.layout import CombineLayout, LowLatencyDispatchLayout
+
+_FORMATS = tuple(RowFormat)
+R = TypeVar("R")
+
+
+class CpuLowLatencyEngine:
+    """Low-latency exchanges between processes of one host (`deep_ep.engines.base.LowLatencyEngine`).
+
+    Args:
+        exchanger: The memory and steps of the ranks, shared with normal mode.
+    """
+
+    def __init__(self, exchanger: Exchanger) -> None:
+        self._exchanger = exchanger
+        self.rank, self.num_ranks = exchanger.rank, exchanger.num_ranks
+
+    def dispatch(self, request: LowLatencyDispatchRequest, *, split: bool) -> Pending[LowLatencyDispatchResult]:
+        """Send each token to each of its experts; split in two halves, or as one."""
+        num_experts, row_format = request.num_experts, request.row_format
+        data, scales = request.x, None
+        if row_format is not RowFormat.BF16:
+            data, scales = fp8.cast_rows(request.x, row_format)
+        pairs = _sort_pairs(request.topk_idx, num_experts)
+        header = Header(
+            call=CALLS.index("low-latency dispatch"),
+            dtype=DTYPES.index(data.dtype),
+            hidden=data.size(1),
+            scale_row_bytes=0 if scales is None else scales.size(1) * 4,
+            num_experts=num_experts,
+            num_max_tokens_per_rank=request.num_max_tokens_per_rank,
+            row_format=_FORMATS.index(row_format),
+        )
+        no_counts = [[0] * self.num_ranks] * self.num_ranks  # every slot that could be needed is there
+        exchange = self._exchanger.begin(header, self._dispatch_layout, pairs.counts, no_counts)
+        self._add_stats(request.wait_stats)
+        result = self._take_result(request, exchange, data, scales)
+        with self._exchanger.writing(exchange):
+            self._write_pairs(exchange, pairs, data, scales)
+
+        def finish() -> None:
+            self._exchanger.finish(exchange)
+            self._add_stats(request.wait_stats)
+
+        return _pend(result, finish, split)
+
+    def combine(self, request: LowLatencyCombineRequest, *, split: bool) -> Pending[Tensor]:
+        """Bring rows back and add them, weighted; split in two halves, or as one."""
+        x, handle = request.x, request.handle
+        ranges = handle.layout_range.tolist()
+        counts_by_source = [sum(line[src] & 0xFFFFFFFF for line in ranges) for src in range(self.num_ranks)]
+        pairs = _sort_pairs(request.topk_idx, handle.num_experts)
+        header = Header(
+            call=CALLS.index("low-latency combine"),
+            dtype=DTYPES.index(x.dtype),
+            hidden=x.size(2),
+            num_experts=handle.num_experts,
+            num_max_tokens_per_rank=handle.num_max_dispatch_tokens_per_rank,
+        )
+        exchange = self._exchanger.begin(header, _combine_layout, counts_by_source)
+        self._add_stats(request.wait_stats)
+        (table,) = self._exchanger.take_sections(exchange, [exchange.layouts[self.rank].num_bytes])
+        with self._exchanger.writing(exchange):
+            self._check_counts(exchange, pairs.counts)
+            self._write_back(exchange, x, ranges)
+        out = request.out
+        if out is None:
+            out = torch.empty(request.topk_idx.size(0), x.size(2), dtype=x.dtype)
+
+        def finish() -> None:
+            self._exchanger.finish(exchange)
+            self._add_stats(request.wait_stats)
+            num_bytes = pairs.slots.numel() * x.size(2) * x.element_size()
+            _sum_weighted(table[:num_bytes].view(x.dtype).view(-1, x.size(2)), pairs.slots, request.topk_weights, out)
+
+        return _pend(out, finish, split)
+
+    def close(self) -> None:
+        """Nothing to let go of: the memory is the normal engine's."""
+
+    def _dispatch_layout(self, header: Header, _: int) -> LowLatencyDispatchLayout:
+        return LowLatencyDispatchLayout(
+            num_slots=self._num_slots(header.num_experts, header.num_max_tokens_per_rank),
+            row_bytes=header.hidden * DTYPES[header.dtype].itemsize,
+            scale_row_bytes=header.scale_row_bytes,
+        )
+
+    def _num_slots(self, num_experts: int, num_max_tokens_per_rank: int) -> int:
+        return -(-num_experts // self.num_ranks) * self.num_ranks * num_max_tokens_per_rank
+
+    def _take_result(
+        self,
+        request: LowLatencyDispatchRequest,
+        exchange: Exchange[LowLatencyDispatchLayout],
+        data: Tensor,
+        scales: Tensor | None,
+    ) -> LowLatencyDispatchResult:
+        """Keep this rank's extent and describe it: everything but the rows is known from the counts."""
+        begin, end = expert_range(self.rank, request.num_experts, self.num_ranks)
+        num_experts, num_rows = end - begin, self.num_ranks * request.num_max_tokens_per_rank
+        num_slots = self._num_slots(request.num_experts, request.num_max_tokens_per_rank)
+        scale_columns = 0 if scales is None else scales.size(1)
+        sizes = [num_slots * data.size(1) * data.element_size(), num_slots * scale_columns * 4, num_slots * 4]
+        recv_x, recv_scales, src_info = self._exchanger.take_sections(exchange, sizes)
+        counts = [told[begin:end] for told in exchange.told]
+        recv_counts = torch.tensor(counts, dtype=torch.int64).view(self.num_ranks, num_experts).t()
+        begins = recv_counts.cumsum(1) - recv_counts
+        recv_count = recv_counts.sum(1, dtype=torch.int32)
+        if request.recv_stats is not None:
+            request.recv_stats.add_(recv_count)
+        src_info = src_info.view(torch.int32).view(-1, num_rows)[:num_experts] if num_rows else src_info.view(0, 0)
+        return LowLatencyDispatchResult(
+            x=_rows_of_experts(recv_x, data.dtype, num_experts, num_rows, data.size(1)),
+            # In memory, the rows of a scale column are neighbours.
+            scales=None
+            if scales is None
+            else _rows_of_experts(recv_scales, scales.dtype, num_experts, scale_columns, num_rows).transpose(1, 2),
+            recv_count=recv_count,
+            handle=LowLatencyHandle(
+                src_info=src_info,
+                layout_range=(begins << 32 | recv_counts).contiguous(),
+                num_max_dispatch_tokens_per_rank=request.num_max_tokens_per_rank,
+                hidden=request.x.size(1),
+                num_experts=request.num_experts,
+            ),
+        )
+
+    def _write_pairs(
+        self, exchange: Exchange[LowLatencyDispatchLayout], pairs: _Pairs, data: Tensor, scales: Tensor | None
+    ) -> None:
+        """Copy this rank's rows to the slots of their experts."""
+        header = exchange.headers[self.rank]
+        num_experts, num_rows = header.num_experts, self.num_ranks * header.num_max_tokens_per_rank
+        num_slots = self._num_slots(num_experts, header.num_max_tokens_per_rank)
+        before = [sum(column) for column in zip(*exchange.told[: self.rank], strict=True)] or [0] * num_experts
+        segment_begins = [0, *accumulate(pairs.counts)]
+        words = rows.as_words(data)
+        for dst in exchange.receivers():
+            first, end = expert_range(dst, num_experts, self.num_ranks)
+            pair_begin, pair_end = segment_begins[first], segment_begins[end]
+            if pair_begin == pair_end:
+                continue
+            # Pair j of expert e goes to slot (e - first) * num_rows + before[e] + (j - segment_begins[e]).
+            shifts = [(e - first) * num_rows + before[e] - segment_begins[e] for e in range(first, end)]
+            counts = torch.tensor(pairs.counts[first:end])
+            slot = torch.arange(pair_begin, pair_end) + torch.tensor(shifts).repeat_interleave(counts)
+            token = pairs.tokens[pair_begin:pair_end]
+            memory, at, offset = exchange.memories[dst], exchange.layouts[dst], exchange.places[dst].offset
+            rows.scatter(words, token, memory, offset + at.x, slot, num_slots)
+            rows.scatter(token.to(torch.int32).unsqueeze(1), _all(token), memory, offset + at.src_info, slot, num_slots)
+            if scales is not None:
+                shape = (num_slots // num_rows, scales.size(1), num_rows)
+                target = memory.rows(offset + at.scales, shape[0] * shape[1], num_rows, scales.dtype).view(shape)
+                target.transpose(1, 2)[slot // num_rows, slot % num_rows] = scales[token]
+
+    def _check_counts(self, exchange: Exchange[CombineLayout], expert_counts: list[int]) -> None:
+        """Compare what the peers return with what this rank's `topk_idx` says they got."""
+        num_experts = len(expert_counts)
+        for src, counts in enumerate(exchange.counts):
+            begin, end = expert_range(src, num_experts, self.num_ranks)
+            expected = sum(expert_counts[begin:end])
+            if counts[self.rank] != expected:
+                raise MismatchError(
+                    f"rank {self.rank}: by topk_idx rank {src} has {expected} rows to return, but it returns "
+                    f"{counts[self.rank]}",
+                    hint="pass the topk_idx of the dispatch, and its handle, on all ranks",
+                )
+
+    def _write_back(self, exchange: Exchange[CombineLayout], x: Tensor, ranges: list[list[int]]) -> None:
+        """Copy each source's rows to the source, expert by expert."""
+        num_rows = x.size(1)
+        words = rows.as_words(x.view(-1, x.size(2)))
+        for dst in exchange.receivers():
+            counts = [line[dst] & 0xFFFFFFFF for line in ranges]
+            if sum(counts) == 0:
+                continue
+            ends = list(accumulate(counts))
+            shifts = [
+                expert * num_rows + (line[dst] >> 32) - (end - count)
+                for expert, (line, end, count) in enumerate(zip(ranges, ends, counts, strict=True))
+            ]
+            slot = torch.arange(ends[-1]) + torch.tensor(shifts).repeat_interleave(torch.tensor(counts))
+            row_bytes = x.size(2) * x.element_size()
+            offset = exchange.places[dst].offset + exchange.layouts[dst].x + exchange.first_row(dst) * row_bytes
+            rows.gather(words, slot, exchange.memories[dst], offset)
+
+    def _add_stats(self, wait_stats: Tensor | None) -> None:
+        if wait_stats is not None:
+            wait_stats.add_(torch.tensor(self._exchanger.control.last_wait_ns))
+
+
+class _Pairs(NamedTuple):
+    """A rank's (token, expert) pairs in order: by expert, then by token, then by slot.
+
+    Attributes:
+        slots: `[P]` int64; where each pair is in the flattened `topk_idx`.
+        tokens: `[P]` int64; its token.
+        counts: Pairs of each expert.
+    """
+
+    slots: Tensor
+    tokens: Tensor
+    counts: list[int]
+
+
+def _sort_pairs(topk_idx: Tensor, num_experts: int) -> _Pairs:
+    flat = topk_idx.view(-1)
+    slots = flat.argsort(stable=True)[int((flat < 0).sum()) :]  # -1 comes first
+    counts = torch.bincount(flat + 1, minlength=num_experts + 1)[1:].tolist()
+    return _Pairs(slots, slots // max(topk_idx.size(1), 1), counts)
+
+
+def _sum_weighted(table: Tensor, slots: Tensor, weights: Tensor, out: Tensor) -> None:
+    """Add up `weights[t, k] * row` in float32, in ascending k, round once, and put the sums into `out`.
+
+    Args:
+        table: `[P, H]` bfloat16; the row of each pair.
+        slots: `[P]`; where in the flattened weights each pair is.
+        weights: `[T, K]` float32.
+        out: `[T, H]` bfloat16.
+    """
+    if table.numel() == 0:
+        out.zero_()
+        return
+    num_tokens, num_topk = weights.shape
+    slot, row = torch.sort(slots)
+    begins = torch.searchsorted(slot, torch.arange(num_tokens + 1) * num_topk)
+    weight = weights.view(-1)[slot]
+    # Mode 0 sums; the last argument says that `begins` has one item more than there are tokens.
+    out.copy_(torch.embedding_bag(table.float(), row, begins, False, 0, False, weight, True)[0])
+
+
+def _combine_layout(header: Header, num_rows: int) -> CombineLayout:
+    row_bytes = header.hidden * DTYPES[header.dtype].itemsize
+    return CombineLayout(num_rows=num_rows, row_bytes=row_bytes, num_topk=0, num_bias_rows=0)
+
+
+def _rows_of_experts(data: Tensor, dtype: torch.dtype, num_experts: int, num_rows: int, num_columns: int) -> Tensor:
+    num_items = num_experts * num_rows * num_columns
+    return data.view(dtype)[:num_items].view(num_experts, num_rows, num_columns)
+
+
+def _all(tensor: Tensor) -> Tensor:
+    return torch.arange(tensor.size(0))
+
+
+def _pend(result: R, finish: Callable[[], None], split: bool) -> Pending[R]:
+    if split:
+        return Pending(result, finish)
+    finish()
+    return Pending(result, lambda: None)

@@ -1,0 +1,63 @@
+"""Casting rows to fp8 with a scale for each run of 128 channels, in plain torch (`deep_ep.engines.base.RowFormat`)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deep_ep.engines.base import RowFormat
+
+GROUP_CHANNELS = 128
+_SCALES_PER_PACK = 4
+_MAX_E4M3 = 448.0
+_MIN_AMAX = 1e-4
+
+
+def num_scale_columns(hidden: int, row_format: RowFormat) -> int:
+    """Return how many items the scales of one row have."""
+    num_groups = -(-hidden // GROUP_CHANNELS)
+    if row_format is RowFormat.BF16:
+        return 0
+    return -(-num_groups // _SCALES_PER_PACK) if row_format is RowFormat.FP8_UE8M0 else num_groups
+
+
+def scale_dtype(row_format: RowFormat) -> torch.dtype:
+    """Return the dtype of scales."""
+    return torch.int32 if row_format is RowFormat.FP8_UE8M0 else torch.float32
+
+
+def cast_rows(x: Tensor, row_format: RowFormat) -> tuple[Tensor, Tensor]:
+    """Cast rows `[T, H]` to fp8; the last group of a row may be short.
+
+    Returns:
+        `[T, H]` float8_e4m3fn and the scales, `[T, ceil(H / 128)]` float32, or four exponents in an int32.
+    """
+    num_tokens, hidden = x.shape
+    num_groups = -(-hidden // GROUP_CHANNELS)
+    padded = torch.zeros(num_tokens, num_groups * GROUP_CHANNELS)
+    padded[:, :hidden] = x
+    groups = padded.view(num_tokens, num_groups, GROUP_CHANNELS)
+    amax = groups.abs().amax(2).clamp(min=_MIN_AMAX)
+    if row_format is RowFormat.FP8:
+        factor, scales = _MAX_E4M3 / amax, amax / _MAX_E4M3
+    else:
+        scales = _round_up_to_power_of_two(amax / _MAX_E4M3)
+        factor = 1.0 / scales
+    scaled = (groups * factor.unsqueeze(2)).clamp(-_MAX_E4M3, _MAX_E4M3)
+    data = scaled.view(padded.shape)[:, :hidden].to(torch.float8_e4m3fn)
+    return data, _pack_exponents(scales) if row_format is RowFormat.FP8_UE8M0 else scales
+
+
+def _round_up_to_power_of_two(values: Tensor) -> Tensor:
+    """Round positive, normal float32 values up, on their bits: add one to the exponent if any fraction bit is set."""
+    bits = values.view(torch.int32)
+    return ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+
+
+def _pack_exponents(scales: Tensor) -> Tensor:
+    """Put the exponents of four neighbours into an int32, the first in the lowest byte; missing ones are 0."""
+    num_tokens, num_groups = scales.shape
+    num_packs = -(-num_groups // _SCALES_PER_PACK)
+    exponents = torch.zeros(num_tokens, num_packs * _SCALES_PER_PACK, dtype=torch.uint8)
+    exponents[:, :num_groups] = (scales.view(torch.int32) >> 23).to(torch.uint8)
+    return exponents.view(torch.int32)

@@ -1,0 +1,250 @@
+"""The low-latency half of `Buffer`: fixed capacity, no wait on the host, hooks, with the interface of DeepEP V1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from deep_ep import checks
+from deep_ep.engines.base import (
+    LowLatencyCombineRequest,
+    LowLatencyDispatchRequest,
+    LowLatencyEngine,
+    Pending,
+    RowFormat,
+)
+from deep_ep.errors import ConfigError, DestroyedError
+from deep_ep.events import EventOverlap
+from deep_ep.streams import Streams
+
+R = TypeVar("R")
+Hook = Callable[[], None]
+
+
+class LowLatencyCalls:
+    """The low-latency calls of a buffer that was made with `low_latency_mode=True`."""
+
+    group_size: int
+    low_latency_mode: bool
+    _low_latency: LowLatencyEngine | None
+    _streams: Streams
+    _device: torch.device
+    _combine_buffer: Tensor | None = None
+
+    def low_latency_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        dispatch_wait_recv_cost_stats: Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, tuple[Any, ...], EventOverlap, Hook | None]:
+        """Send each token to its experts, into slots of fixed capacity.
+
+        With T = `num_ranks * num_max_dispatch_tokens_per_rank` and L experts on this rank:
+
+        Args:
+            x: `[num_tokens, hidden]` bfloat16; any number of tokens up to the maximum, also none.
+            topk_idx: `[num_tokens, num_topk]` int64 or int32; -1 for none.
+            num_max_dispatch_tokens_per_rank: The most tokens that any rank sends; the same on all ranks, and free to
+                change from call to call.
+            num_experts: Experts on all ranks, split as in `get_dispatch_layout`.
+            cumulative_local_expert_recv_stats: `[L]` int32; the rows of each expert are added to it.
+            dispatch_wait_recv_cost_stats: `[num_ranks]` int64; the time spent waiting for each rank is added to it, in
+                clock cycles on a GPU and nanoseconds on a CPU.
+            use_fp8: Cast rows to float8_e4m3fn, with a scale for every 128 channels (the last run may be shorter).
+            round_scale: Round scales up to powers of two.
+            use_ue8m0: Return only their exponents, four in an int32; needs `round_scale`.
+            async_finish: Return an event instead of making the current stream wait.
+            return_recv_hook: Return a hook; rows have arrived once it has been called. Not with `async_finish`.
+
+        Returns:
+            `recv_x` `[L, T, hidden]` bfloat16; with `use_fp8` a pair of float8_e4m3fn rows and scales `[L, T, hidden /
+            128]` float32, or `[L, T, hidden / 512]` int32 with `use_ue8m0`, rounded up and with T innermost in memory.
+            Of each expert the first `recv_count` rows are real, sorted by source rank, then by token.
+            `recv_count` `[L]` int32; the handle for `low_latency_combine`; an event; and the hook, or None.
+
+        Raises:
+            ConfigError: If an argument breaks a rule; nothing has been sent.
+            MismatchError: If the ranks disagree about the call.
+            PeerTimeoutError: If a peer does not do its part in time.
+        """
+        engine = self._low_latency_running()
+        _check_flags(async_finish, return_recv_hook)
+        device, bf16 = self._device, (torch.bfloat16,)
+        x = checks.check_tensor("x", x, device=device, shape=("num_tokens", "hidden"), dtypes=bf16)
+        limit = checks.check_at_least("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
+        if x.size(0) > limit:
+            raise ConfigError(
+                f"x must have at most num_max_dispatch_tokens_per_rank = {limit} tokens, got {x.size(0)}",
+                hint="raise num_max_dispatch_tokens_per_rank on all ranks; each call may have another one",
+            )
+        request = LowLatencyDispatchRequest(
+            x=x,
+            topk_idx=checks.check_topk_idx(topk_idx, x.size(0), device),
+            num_max_tokens_per_rank=limit,
+            num_experts=checks.check_at_least("num_experts", num_experts, 1),
+            row_format=_row_format(use_fp8, round_scale, use_ue8m0),
+            recv_stats=checks.check_stats(
+                "cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, torch.int32, device
+            ),
+            wait_stats=checks.check_stats(
+                "dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, torch.int64, device, self.group_size
+            ),
+        )
+        result, event, hook = self._issue(
+            lambda: engine.dispatch(request, split=return_recv_hook), (request,), async_finish, return_recv_hook
+        )
+        recv_x = result.x if result.scales is None else (result.x, result.scales)
+        return recv_x, result.recv_count, result.handle, event, hook
+
+    def low_latency_combine(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: tuple[Any, ...],
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: Tensor | None = None,
+        combine_wait_recv_cost_stats: Tensor | None = None,
+    ) -> tuple[Tensor, EventOverlap, Hook | None]:
+        """Bring rows back and add them, each multiplied by its weight, in float32 and with one rounding.
+
+        Args:
+            x: `[L, T, hidden]` bfloat16; what the experts made of the rows. Rows past the real ones are not read.
+            topk_idx: `[num_tokens, num_topk]`, as it was dispatched.
+            topk_weights: `[num_tokens, num_topk]` float32.
+            handle: What `low_latency_dispatch` returned.
+            use_logfmt: Allow rows to cross in a 10-bit logarithmic format where that is faster.
+            zero_copy: Take rows from the tensor that `get_next_low_latency_combine_buffer` returned, not from `x`.
+            async_finish: As in the dispatch, like the next one.
+            return_recv_hook: See above.
+            out: `[num_tokens, hidden]` bfloat16 to write the sums to, or None.
+            combine_wait_recv_cost_stats: As in the dispatch.
+
+        Returns:
+            The sums `[num_tokens, hidden]` bfloat16, which is `out` if that was given; zeros for a token without an
+            expert; an event; and the hook, or None.
+
+        Raises:
+            ConfigError: If an argument breaks a rule; nothing has been sent.
+            MismatchError: If the ranks disagree about the call.
+            PeerTimeoutError: If a peer does not do its part in time.
+        """
+        engine = self._low_latency_running()
+        _check_flags(async_finish, return_recv_hook)
+        device, bf16 = self._device, (torch.bfloat16,)
+        checked = checks.check_low_latency_handle(handle, self.group_size, device)
+        num_local_experts, num_rows = checked.src_info.shape
+        shape = (num_local_experts, num_rows, checked.hidden)
+        rows = checks.check_tensor("x", x, device=device, shape=shape, dtypes=bf16)
+        if zero_copy:
+            if use_logfmt:
+                raise ConfigError("zero_copy and use_logfmt must not both be true, got both")
+            if self._combine_buffer is None or self._combine_buffer.shape != rows.shape:
+                raise ConfigError(
+                    "zero_copy=True takes the rows from get_next_low_latency_combine_buffer, which was not called "
+                    "with this handle"
+                )
+            rows, self._combine_buffer = self._combine_buffer, None
+        idx = checks.check_topk_idx(topk_idx, "num_tokens", device)
+        if topk_weights is None:
+            raise ConfigError("topk_weights must be a tensor, got None: a low-latency combine is weighted")
+        if out is not None and not out.is_contiguous():
+            raise ConfigError(f"out must be contiguous, got strides {out.stride()}")
+        shape_out = (idx.size(0), checked.hidden)
+        request = LowLatencyCombineRequest(
+            x=rows,
+            topk_idx=idx,
+            topk_weights=checks.check_tensor(
+                "topk_weights", topk_weights, device=device, shape=tuple(idx.shape), dtypes=(torch.float32,)
+            ),
+            handle=checked,
+            use_logfmt=use_logfmt,
+            out=None if out is None else checks.check_tensor("out", out, device=device, shape=shape_out, dtypes=bf16),
+            wait_stats=checks.check_stats(
+                "combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, torch.int64, device, self.group_size
+            ),
+        )
+        return self._issue(
+            lambda: engine.combine(request, split=return_recv_hook), (request,), async_finish, return_recv_hook
+        )
+
+    def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> Tensor:
+        """Return a tensor for experts to write to, from which the next combine with `zero_copy=True` takes its rows.
+
+        Args:
+            handle: What `low_latency_dispatch` returned.
+
+        Returns:
+            `[L, T, hidden]` bfloat16, uninitialised.
+        """
+        self._low_latency_running()
+        checked = checks.check_low_latency_handle(handle, self.group_size, self._device)
+        shape = (*checked.src_info.shape, checked.hidden)
+        self._combine_buffer = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
+        return self._combine_buffer
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Do what DeepEP V1 needs when normal calls have used the same memory; here there is nothing to clean.
+
+        Signals lie apart from rows, and carry the number of their call, so no call can mistake what an earlier one
+        left behind.
+
+        Args:
+            num_max_dispatch_tokens_per_rank: As in `low_latency_dispatch`, like the others.
+            hidden: See above.
+            num_experts: See above.
+        """
+        self._low_latency_running()
+        checks.check_at_least("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
+        checks.check_at_least("hidden", hidden, 1)
+        checks.check_at_least("num_experts", num_experts, 1)
+
+    def _low_latency_running(self) -> LowLatencyEngine:
+        if self._low_latency is not None:
+            return self._low_latency
+        if self.low_latency_mode:
+            raise DestroyedError("this buffer has been destroyed", hint="make a new Buffer")
+        raise ConfigError(
+            "low-latency calls need a buffer made with low_latency_mode=True, this one was made with False"
+        )
+
+    def _issue(
+        self, call: Callable[[], Pending[R]], arguments: tuple[object, ...], async_finish: bool, has_hook: bool
+    ) -> tuple[R, EventOverlap, Hook | None]:
+        """Run a call; both halves of one with a hook run on the stream that is current now."""
+        if not has_hook:
+            pending, event = self._streams.run(call, arguments, None, async_finish)
+            return pending.result, event, None
+        pending = call()
+        return pending.result, EventOverlap(None), self._streams.bind(pending.finish)
+
+
+def _check_flags(async_finish: bool, return_recv_hook: bool) -> None:
+    if async_finish and return_recv_hook:
+        raise ConfigError("async_finish and return_recv_hook must not both be true, got both")
+
+
+def _row_format(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> RowFormat:
+    if use_ue8m0 and not round_scale:
+        raise ConfigError("use_ue8m0=True needs round_scale=True, got round_scale=False")
+    if not use_fp8:
+        if round_scale:
+            raise ConfigError("round_scale=True needs use_fp8=True, got use_fp8=False")
+        return RowFormat.BF16
+    if use_ue8m0:
+        return RowFormat.FP8_UE8M0
+    return RowFormat.FP8_ROUNDED if round_scale else RowFormat.FP8
