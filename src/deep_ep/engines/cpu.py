@@ -77,7 +77,7 @@ class CpuEngine:
         """Send tokens the way of an earlier dispatch; return rows and scales."""
         x, scales, is_token_in_rank = request.x, request.scales, request.handle.is_token_in_rank
         num_rows = request.handle.recv_src_idx.numel()
-        routing = _read_routing(request.handle)
+        routing = _read_routing(request.handle, self.rank)
         tokens = _tokens_by_rank(is_token_in_rank, routing.counts[self.rank])
         header = Header(
             call=CALLS.index("cached dispatch"),
@@ -99,7 +99,7 @@ class CpuEngine:
         """Bring rows back and add them."""
         x, weights, biases = request.x, request.topk_weights, request.biases
         is_token_in_rank, num_tokens = request.handle.is_token_in_rank, request.handle.is_token_in_rank.size(0)
-        routing = _read_routing(request.handle)
+        routing = _read_routing(request.handle, self.rank)
         token_of_row = _tokens(is_token_in_rank, sum(routing.counts[self.rank]))  # a rank gets back what it sent
         counts_back = [list(column) for column in zip(*routing.counts, strict=True)]
         header = Header(
@@ -277,10 +277,17 @@ class _Routing(NamedTuple):
     checksum: int
 
 
-def _read_routing(handle: Handle) -> _Routing:
+def _read_routing(handle: Handle, rank: int) -> _Routing:
     psum = handle.rank_prefix_matrix.tolist()
     rows_before = [[0] * len(psum), *psum]
     counts = [[end - begin for begin, end in zip(*rows_, strict=True)] for rows_ in pairwise(rows_before)]
+    if min(min(row) for row in counts) < 0:
+        raise ConfigError(f"rank_prefix_matrix of the handle must not fall from one row to the next, got {psum}")
+    if psum[-1][rank] > handle.recv_src_idx.numel():
+        raise ConfigError(
+            f"recv_src_idx of the handle must have an item for each of the {psum[-1][rank]} rows that its "
+            f"rank_prefix_matrix counts, got {handle.recv_src_idx.numel()}"
+        )
     return _Routing(counts, zlib.crc32(array("q", [n for row in psum for n in row])))
 
 
