@@ -272,7 +272,7 @@ class Buffer(LowLatencyCalls):
         """
         engine = self._running()
         checks.check_at_least("num_experts", num_experts, 1)
-        topk_idx = checks.check_topk_idx(topk_idx, "num_tokens", engine.device)
+        topk_idx = checks.check_topk_idx(topk_idx, "num_tokens", num_experts, engine.device)
         layout, event = self._streams.run(
             lambda: engine.compute_layout(topk_idx, num_experts), (topk_idx,), previous_event, async_finish
         )

@@ -72,9 +72,14 @@ def check_rows(x: object, device: torch.device) -> tuple[Tensor, Tensor | None]:
     return rows, check_tensor("the scales of x", scales, device=device, shape=shape, dtypes=DTYPES)
 
 
-def check_topk_idx(topk_idx: object, num_tokens: int | str, device: torch.device) -> Tensor:
-    """Check expert ids, but for their range, which the engine sees when it counts them."""
-    return check_tensor("topk_idx", topk_idx, device=device, shape=(num_tokens, "num_topk"), dtypes=_IDX_DTYPES)
+def check_topk_idx(topk_idx: object, num_tokens: int | str, num_experts: int, device: torch.device) -> Tensor:
+    """Check expert ids: -1, or one of the experts. On a GPU their values are not looked at: that would mean to wait."""
+    idx = check_tensor("topk_idx", topk_idx, device=device, shape=(num_tokens, "num_topk"), dtypes=_IDX_DTYPES)
+    if device.type == "cpu" and idx.numel():
+        for value in map(int, torch.aminmax(idx)):
+            if not -1 <= value < num_experts:
+                raise ConfigError(f"topk_idx must be -1 or from 0 to num_experts - 1 = {num_experts - 1}, got {value}")
+    return idx
 
 
 def check_topk(
@@ -86,11 +91,7 @@ def check_topk(
     if topk_idx is None or topk_weights is None:
         missing = "topk_idx" if topk_idx is None else "topk_weights"
         raise ConfigError(f"topk_idx and topk_weights must be given together, but {missing} is None")
-    idx = check_topk_idx(topk_idx, num_tokens, device)
-    if device.type == "cpu" and idx.numel():  # on a GPU, looking would mean to wait for it
-        for value in map(int, torch.aminmax(idx)):
-            if not -1 <= value < num_experts:
-                raise ConfigError(f"topk_idx must be -1 or from 0 to num_experts - 1 = {num_experts - 1}, got {value}")
+    idx = check_topk_idx(topk_idx, num_tokens, num_experts, device)
     weights = check_tensor("topk_weights", topk_weights, device=device, shape=tuple(idx.shape), dtypes=(torch.float32,))
     return idx, weights
 

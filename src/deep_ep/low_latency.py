@@ -88,11 +88,12 @@ class LowLatencyCalls:
                 f"x must have at most num_max_dispatch_tokens_per_rank = {limit} tokens, got {x.size(0)}",
                 hint="raise num_max_dispatch_tokens_per_rank on all ranks; each call may have another one",
             )
+        num_experts = checks.check_at_least("num_experts", num_experts, 1)
         request = LowLatencyDispatchRequest(
             x=x,
-            topk_idx=checks.check_topk_idx(topk_idx, x.size(0), device),
+            topk_idx=checks.check_topk_idx(topk_idx, x.size(0), num_experts, device),
             num_max_tokens_per_rank=limit,
-            num_experts=checks.check_at_least("num_experts", num_experts, 1),
+            num_experts=num_experts,
             row_format=_row_format(use_fp8, round_scale, use_ue8m0),
             recv_stats=checks.check_stats(
                 "cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, torch.int32, device
@@ -159,7 +160,7 @@ class LowLatencyCalls:
                     "with this handle"
                 )
             rows, self._combine_buffer = self._combine_buffer, None
-        idx = checks.check_topk_idx(topk_idx, "num_tokens", device)
+        idx = checks.check_topk_idx(topk_idx, "num_tokens", checked.num_experts, device)
         if topk_weights is None:
             raise ConfigError("topk_weights must be a tensor, got None: a low-latency combine is weighted")
         if out is not None and not out.is_contiguous():

@@ -7,9 +7,9 @@ Both directions rest on one order, that of a rank's (token, expert) pairs sorted
 - *Combine.* A rank returns the rows of a source expert by expert, in the order in which they came. So what a source
   gets back, rank after rank, is its pairs in that same order, and it knows which slot of which token each row is.
 
-Example: rank 0 has the pairs (token 0, expert 1), (token 0, expert 0) and (token 1, expert 0). Sorted, they are slots
-1, 2 and 0 of its flattened `topk_idx` [1, 0, 0]: expert 0 gets tokens 0 and 1, expert 1 gets token 0, and the rows come
-back in that order.
+Example: token 0 of rank 0 names experts 1 and 0, token 1 names expert 0. In order, the pairs are (expert 0, token 0),
+(expert 0, token 1) and (expert 1, token 0). Expert 0 gets tokens 0 and 1, expert 1 gets token 0, and the rows come back
+in that order.
 
 A split call waits for the peers' rows in `finish`, and does the rest at once. Calls may be finished in any order.
 """
@@ -107,8 +107,9 @@ class CpuLowLatencyEngine:
         def finish() -> None:
             self._exchanger.finish(exchange)
             self._add_stats(request.wait_stats)
-            num_bytes = pairs.slots.numel() * x.size(2) * x.element_size()
-            _sum_weighted(table[:num_bytes].view(x.dtype).view(-1, x.size(2)), pairs.slots, request.topk_weights, out)
+            shape = (pairs.tokens.size(0), x.size(2))
+            num_bytes = shape[0] * shape[1] * x.element_size()
+            _sum_weighted(table[:num_bytes].view(x.dtype).view(shape), pairs, request.topk_weights, out)
 
         return _pend(out, finish, split)
 
@@ -227,32 +228,39 @@ class CpuLowLatencyEngine:
 
 
 class _Pairs(NamedTuple):
-    """A rank's (token, expert) pairs in order: by expert, then by token, then by slot.
+    """A rank's (token, expert) pairs in order: by expert, then by token. A pair that a token names twice is one pair.
 
     Attributes:
-        slots: `[P]` int64; where each pair is in the flattened `topk_idx`.
-        tokens: `[P]` int64; its token.
+        tokens: `[P]` int64; the token of each pair.
         counts: Pairs of each expert.
+        slots: `[Q]` int64; the slots of the flattened `topk_idx` that name an expert.
+        pair_of_slot: `[Q]` int64; the pair of each.
     """
 
-    slots: Tensor
     tokens: Tensor
     counts: list[int]
+    slots: Tensor
+    pair_of_slot: Tensor
 
 
 def _sort_pairs(topk_idx: Tensor, num_experts: int) -> _Pairs:
-    flat = topk_idx.view(-1)
-    slots = flat.argsort(stable=True)[int((flat < 0).sum()) :]  # -1 comes first
-    counts = torch.bincount(flat + 1, minlength=num_experts + 1)[1:].tolist()
-    return _Pairs(slots, slots // max(topk_idx.size(1), 1), counts)
+    num_tokens, num_topk = topk_idx.shape
+    flat = topk_idx.reshape(-1).to(torch.int64)
+    used = (flat >= 0).nonzero()[:, 0]
+    key, order = torch.sort(flat[used] * num_tokens + used // max(num_topk, 1))
+    is_new = torch.ones_like(key, dtype=torch.bool)
+    is_new[1:] = key[1:] != key[:-1]
+    pairs = key[is_new]
+    counts = torch.bincount(pairs // max(num_tokens, 1), minlength=num_experts)
+    return _Pairs(pairs % max(num_tokens, 1), counts.tolist(), used[order], is_new.cumsum(0) - 1)
 
 
-def _sum_weighted(table: Tensor, slots: Tensor, weights: Tensor, out: Tensor) -> None:
+def _sum_weighted(table: Tensor, pairs: _Pairs, weights: Tensor, out: Tensor) -> None:
     """Add up `weights[t, k] * row` in float32, in ascending k, round once, and put the sums into `out`.
 
     Args:
         table: `[P, H]` bfloat16; the row of each pair.
-        slots: `[P]`; where in the flattened weights each pair is.
+        pairs: The pairs.
         weights: `[T, K]` float32.
         out: `[T, H]` bfloat16.
     """
@@ -260,7 +268,8 @@ def _sum_weighted(table: Tensor, slots: Tensor, weights: Tensor, out: Tensor) ->
         out.zero_()
         return
     num_tokens, num_topk = weights.shape
-    slot, row = torch.sort(slots)
+    slot, order = torch.sort(pairs.slots)
+    row = pairs.pair_of_slot[order]
     begins = torch.searchsorted(slot, torch.arange(num_tokens + 1) * num_topk)
     weight = weights.view(-1)[slot]
     # Mode 0 sums; the last argument says that `begins` has one item more than there are tokens.

@@ -10,6 +10,7 @@ from deep_ep.engines.base import RowFormat
 GROUP_CHANNELS = 128
 _SCALES_PER_PACK = 4
 _MAX_E4M3 = 448.0
+_INVERSE = torch.tensor(1.0 / _MAX_E4M3)  # rounded to float32, as V1 has it
 _MIN_AMAX = 1e-4
 
 
@@ -39,9 +40,10 @@ def cast_rows(x: Tensor, row_format: RowFormat) -> tuple[Tensor, Tensor]:
     groups = padded.view(num_tokens, num_groups, GROUP_CHANNELS)
     amax = groups.abs().amax(2).clamp(min=_MIN_AMAX)
     if row_format is RowFormat.FP8:
-        factor, scales = _MAX_E4M3 / amax, amax / _MAX_E4M3
+        # A number divided by a tensor is a product with the inverse to torch: two roundings.
+        factor, scales = torch.tensor(_MAX_E4M3) / amax, amax * _INVERSE
     else:
-        scales = _round_up_to_power_of_two(amax / _MAX_E4M3)
+        scales = _round_up_to_power_of_two(amax * _INVERSE)
         factor = 1.0 / scales
     scaled = (groups * factor.unsqueeze(2)).clamp(-_MAX_E4M3, _MAX_E4M3)
     data = scaled.view(padded.shape)[:, :hidden].to(torch.float8_e4m3fn)

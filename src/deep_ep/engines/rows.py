@@ -18,7 +18,7 @@ def as_words(rows: Tensor) -> Tensor:
     row_bytes = rows.size(1) * rows.element_size()
     offset_bytes = rows.storage_offset() * rows.element_size()
     width = next(width for width in _WORDS if row_bytes % width == 0 and offset_bytes % width == 0)
-    return rows if width == rows.element_size() else rows.view(_WORDS[width])
+    return rows.view(_WORDS[width])
 
 
 class Memory:
