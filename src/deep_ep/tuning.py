@@ -24,7 +24,7 @@ class GpuTuning:
         num_channels_per_peer: Programs that carry rows to each peer; 0 chooses by the group's size.
     """
 
-    num_warps: int = 32
+    num_warps: int = 16
     tile_bytes: int = 32768
     unit_tokens: int = 32
     combine_tokens: int = 16

@@ -22,7 +22,7 @@ import triton.language as tl
 from deep_ep import gpu_layout
 from deep_ep.kernels.dispatch import row_among_mine, rows_before, rows_between
 from deep_ep.kernels.rows import copy_flat, inside, store_words
-from deep_ep.kernels.signal import begin, end, give_up, kernel, post_one, wait_all, wait_for_peers, words_at
+from deep_ep.kernels.signal import begin, end, give_up, kernel, pointer, post_one, wait_all, wait_for_peers, words_at
 
 UNITS = tl.constexpr(gpu_layout.UNITS)
 MAX_UNITS = tl.constexpr(gpu_layout.MAX_UNITS)
@@ -91,12 +91,12 @@ def combine_kernel(
     STREAM: tl.constexpr,
 ):
     """Send rows back and add them; see the module docstring."""
-    control = control.to(tl.pointer_type(tl.int64))
-    staging = staging.to(tl.pointer_type(tl.int64))
-    state = state.to(tl.pointer_type(tl.int64))
-    send_head = send_head.to(tl.pointer_type(tl.int32))
-    channel_prefix = channel_prefix.to(tl.pointer_type(tl.int32))
-    rank_prefix = rank_prefix.to(tl.pointer_type(tl.int32))
+    control = pointer(control, tl.int64)
+    staging = pointer(staging, tl.int64)
+    state = pointer(state, tl.int64)
+    send_head = pointer(send_head, tl.int32)
+    channel_prefix = pointer(channel_prefix, tl.int32)
+    rank_prefix = pointer(rank_prefix, tl.int32)
     rank, record, num_tokens = rank.to(tl.int64), record.to(tl.int64), num_tokens.to(tl.int64)
     launch, deadline = begin(state, timeout)
     program = tl.program_id(0).to(tl.int64)
@@ -221,9 +221,9 @@ def _add_tile(
         weights = tl.zeros([TOKENS, TOPK], tl.float32)
         for j in tl.static_range(NUM_RANKS):
             is_weight = (places[j] >= 0)[:, None] & (slot < num_topk)
-            weights_ptr = tl.where(j == rank, topk_weights, staged + weights_offset).to(tl.pointer_type(tl.float32))
+            weights_ptr = pointer(tl.where(j == rank, topk_weights, staged + weights_offset), tl.float32)
             weights += tl.load(weights_ptr + places[j][:, None] * num_topk + slot, mask=is_weight, other=0.0)
-        sum_ptr = combined_weights.to(tl.pointer_type(tl.float32)) + token[:, None] * num_topk + slot
+        sum_ptr = pointer(combined_weights, tl.float32) + token[:, None] * num_topk + slot
         tl.store(sum_ptr, weights, mask=is_token[:, None] & (slot < num_topk))
     for begin_column in range(0, HIDDEN, COLUMNS):
         column = (begin_column + tl.arange(0, COLUMNS))[None, :]
@@ -238,13 +238,13 @@ def _add_tile(
             mask = inside((places[j] >= 0)[:, None], column, HIDDEN, COLUMNS)
             source = tl.where(j == rank, x, staged)
             total += _load_values(source, places[j][:, None] * HIDDEN + column, mask, DTYPE, ALIGN, STREAM)
-        combined_ptr = tl.multiple_of(combined_x.to(tl.pointer_type(DTYPE)), ALIGN)
+        combined_ptr = tl.multiple_of(pointer(combined_x, DTYPE), ALIGN)
         store_words(combined_ptr + at, total.to(DTYPE), is_here, STREAM)
 
 
 @triton.jit
 def _load_values(source, at, mask, DTYPE: tl.constexpr, ALIGN: tl.constexpr, STREAM: tl.constexpr):
-    ptrs = tl.multiple_of(source.to(tl.pointer_type(DTYPE)), ALIGN) + at
+    ptrs = tl.multiple_of(pointer(source, DTYPE), ALIGN) + at
     if STREAM:
         return tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
     return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)

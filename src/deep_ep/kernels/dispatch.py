@@ -35,6 +35,7 @@ from deep_ep.kernels.signal import (
     end,
     give_up,
     kernel,
+    pointer,
     post_all,
     post_one,
     wait_all,
@@ -130,12 +131,12 @@ def dispatch_kernel(
 
     `TOPK` and `SCALES` are the next powers of two, 0 if the rows carry none.
     """
-    control = control.to(tl.pointer_type(tl.int64))
-    staging = staging.to(tl.pointer_type(tl.int64))
-    state = state.to(tl.pointer_type(tl.int64))
-    send_head = send_head.to(tl.pointer_type(tl.int32))
-    channel_prefix = channel_prefix.to(tl.pointer_type(tl.int32))
-    rank_prefix = rank_prefix.to(tl.pointer_type(tl.int32))
+    control = pointer(control, tl.int64)
+    staging = pointer(staging, tl.int64)
+    state = pointer(state, tl.int64)
+    send_head = pointer(send_head, tl.int32)
+    channel_prefix = pointer(channel_prefix, tl.int32)
+    rank_prefix = pointer(rank_prefix, tl.int32)
     rank, record, num_tokens = rank.to(tl.int64), record.to(tl.int64), num_tokens.to(tl.int64)
     launch, deadline = begin(state, timeout)
     program = tl.program_id(0).to(tl.int64)
@@ -252,23 +253,23 @@ def _push_unit(
         if SCALES > 0:
             column = tl.arange(0, SCALES).to(tl.int64)
             mask = is_row[:, None] & (column < num_scales)[None, :]
-            src_ptr = scales.to(tl.pointer_type(tl.int32)) + token[:, None] * scale_stride_token
-            dst_ptr = dst_scales.to(tl.pointer_type(tl.int32)) + row[:, None] * num_scales + column[None, :]
+            src_ptr = pointer(scales, tl.int32) + token[:, None] * scale_stride_token
+            dst_ptr = pointer(dst_scales, tl.int32) + row[:, None] * num_scales + column[None, :]
             tl.store(dst_ptr, tl.load(src_ptr + column[None, :] * scale_stride, mask=mask), mask=mask)
         if HAS_META:
-            tl.store(dst_src.to(tl.pointer_type(tl.int32)) + row, token.to(tl.int32), mask=is_row)
+            tl.store(pointer(dst_src, tl.int32) + row, token.to(tl.int32), mask=is_row)
             if TOPK > 0:
                 slot = tl.arange(0, TOPK).to(tl.int64)
                 mask = is_row[:, None] & (slot < num_topk)[None, :]
                 src_at = token[:, None] * num_topk + slot[None, :]
                 dst_at = row[:, None] * num_topk + slot[None, :]
-                expert = tl.load(topk_idx.to(tl.pointer_type(IDX)) + src_at, mask=mask, other=-1).to(tl.int64)
-                weight = tl.load(topk_weights.to(tl.pointer_type(tl.float32)) + src_at, mask=mask, other=0.0)
+                expert = tl.load(pointer(topk_idx, IDX) + src_at, mask=mask, other=-1).to(tl.int64)
+                weight = tl.load(pointer(topk_weights, tl.float32) + src_at, mask=mask, other=0.0)
                 first_own = first_expert(dst, num_experts, NUM_RANKS)
                 is_own = (expert >= first_own) & (expert < first_expert(dst + 1, num_experts, NUM_RANKS))
                 local = tl.where(is_own, expert - first_own, -1)
-                tl.store(dst_idx.to(tl.pointer_type(IDX)) + dst_at, local.to(IDX), mask=mask)
-                tl.store(dst_weights.to(tl.pointer_type(tl.float32)) + dst_at, tl.where(is_own, weight, 0.0), mask=mask)
+                tl.store(pointer(dst_idx, IDX) + dst_at, local.to(IDX), mask=mask)
+                tl.store(pointer(dst_weights, tl.float32) + dst_at, tl.where(is_own, weight, 0.0), mask=mask)
         copy_rows(dst_x, row, x, token, is_row, WORD, ALIGN, ROW_WORDS, COLUMNS, STREAM)
 
 
@@ -305,9 +306,9 @@ def _mark_unused(
     BLOCK: tl.constexpr = 1024
     for block in range(num_rows + receiver * BLOCK, num_recv, num_receivers * BLOCK):
         row = block + tl.arange(0, BLOCK).to(tl.int64)
-        tl.store(recv_src_idx.to(tl.pointer_type(tl.int32)) + row, -1, mask=row < num_recv)
+        tl.store(pointer(recv_src_idx, tl.int32) + row, -1, mask=row < num_recv)
     if TOPK > 0:
         for block in range(num_rows * num_topk + receiver * BLOCK, num_recv * num_topk, num_receivers * BLOCK):
             at = block + tl.arange(0, BLOCK).to(tl.int64)
             unused = tl.full([BLOCK], -1, IDX)
-            tl.store(recv_topk_idx.to(tl.pointer_type(IDX)) + at, unused, mask=at < num_recv * num_topk)
+            tl.store(pointer(recv_topk_idx, IDX) + at, unused, mask=at < num_recv * num_topk)

@@ -23,7 +23,17 @@ import triton
 import triton.language as tl
 
 from deep_ep import gpu_layout
-from deep_ep.kernels.signal import begin, end, kernel, post_all, post_one, wait_all, wait_for_peers, words_at
+from deep_ep.kernels.signal import (
+    begin,
+    end,
+    kernel,
+    pointer,
+    post_all,
+    post_one,
+    wait_all,
+    wait_for_peers,
+    words_at,
+)
 
 COUNTS = tl.constexpr(gpu_layout.COUNTS)
 OWN_CHANNELS = tl.constexpr(gpu_layout.OWN_CHANNELS)
@@ -76,16 +86,16 @@ def count_tokens_kernel(
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     slot = tl.arange(0, TOPK)
     is_slot = (token < num_tokens)[:, None] & (slot < num_topk)[None, :]
-    idx_ptr = topk_idx.to(tl.pointer_type(IDX))
+    idx_ptr = pointer(topk_idx, IDX)
     expert = tl.load(idx_ptr + token[:, None] * num_topk + slot[None, :], mask=is_slot, other=-1).to(tl.int64)
     is_chosen = (expert >= 0) & (expert < num_experts)
-    tl.atomic_add(num_per_expert.to(tl.pointer_type(tl.int32)) + expert, 1, mask=is_chosen, sem="relaxed")
+    tl.atomic_add(pointer(num_per_expert, tl.int32) + expert, 1, mask=is_chosen, sem="relaxed")
     owner = tl.where(is_chosen, owner_of(expert, num_experts, num_ranks), -1)
     for rank in range(num_ranks):
         is_in = tl.max((owner == rank).to(tl.int32), axis=1)
-        mark_ptr = is_token_in_rank.to(tl.pointer_type(tl.int8)) + token * num_ranks + rank
+        mark_ptr = pointer(is_token_in_rank, tl.int8) + token * num_ranks + rank
         tl.store(mark_ptr, is_in.to(tl.int8), mask=token < num_tokens)
-        tl.atomic_add(num_per_rank.to(tl.pointer_type(tl.int32)) + rank, tl.sum(is_in, 0), sem="relaxed")
+        tl.atomic_add(pointer(num_per_rank, tl.int32) + rank, tl.sum(is_in, 0), sem="relaxed")
 
 
 @kernel
@@ -113,8 +123,8 @@ def notify_kernel(
     EXPERTS_BLOCK: tl.constexpr,
 ):
     """Number the tokens, exchange the counts. One program per channel and one more; see the module docstring."""
-    state = state.to(tl.pointer_type(tl.int64))
-    control = control.to(tl.pointer_type(tl.int64))
+    state = pointer(state, tl.int64)
+    control = pointer(control, tl.int64)
     rank, record = rank.to(tl.int64), record.to(tl.int64)
     launch, deadline = begin(state, timeout)
     wait_for_peers(control, rank, launch, deadline, record, NUM_RANKS, RANKS)
@@ -124,8 +134,8 @@ def notify_kernel(
         begin_token = tl.minimum(program * tokens_per_channel, num_tokens)
         end_token = tl.minimum(begin_token + tokens_per_channel, num_tokens)
         num_sent = _number_tokens(
-            is_token_in_rank.to(tl.pointer_type(tl.int8)),
-            send_head.to(tl.pointer_type(tl.int32)),
+            pointer(is_token_in_rank, tl.int8),
+            pointer(send_head, tl.int32),
             begin_token,
             end_token,
             NUM_RANKS,
@@ -140,11 +150,11 @@ def notify_kernel(
         post_all(at_home, launch, num_sent, is_rank)
     else:
         _post_experts(num_per_expert, control, rank, launch, num_experts, NUM_RANKS, EXPERTS_BLOCK)
-        totals_ptr = totals.to(tl.pointer_type(tl.int64))
+        totals_ptr = pointer(totals, tl.int64)
         _exchange_counts(
-            channel_prefix.to(tl.pointer_type(tl.int32)),
-            rank_prefix.to(tl.pointer_type(tl.int32)),
-            recv_channel_prefix.to(tl.pointer_type(tl.int32)),
+            pointer(channel_prefix, tl.int32),
+            pointer(rank_prefix, tl.int32),
+            pointer(recv_channel_prefix, tl.int32),
             control,
             totals_ptr,
             num_channels,
@@ -186,7 +196,7 @@ def _post_experts(num_per_expert, control, rank, launch, num_experts, NUM_RANKS:
     for block in range(0, num_experts, BLOCK):
         expert = block + tl.arange(0, BLOCK).to(tl.int64)
         mask = expert < num_experts
-        slots = tl.load(num_per_expert.to(tl.pointer_type(tl.int32)) + expert, mask=mask, other=0)
+        slots = tl.load(pointer(num_per_expert, tl.int32) + expert, mask=mask, other=0)
         owner = tl.where(mask, owner_of(expert, num_experts, NUM_RANKS), rank)
         local = expert - first_expert(owner, num_experts, NUM_RANKS)
         post_all(words_at(control, owner, EXPERTS + rank * num_local + local), launch, slots, mask)

@@ -112,9 +112,16 @@ def kernel(function):
 
 
 @triton.jit
+def pointer(address, TYPE: tl.constexpr):
+    """Return an address, an integer, as a pointer."""
+    # The interpreter gives small integers, such as the address of nothing, only 32 bits.
+    return address.to(tl.int64).to(tl.pointer_type(TYPE))
+
+
+@triton.jit
 def words_at(table, peer, word):
     """Return pointers to words of the control regions of peers; `table` holds where those regions begin."""
-    return (tl.load(table + peer) + 8 * word).to(tl.pointer_type(tl.int64))
+    return pointer(tl.load(table + peer) + 8 * word, tl.int64)
 
 
 @triton.jit
@@ -218,8 +225,8 @@ def wait_all(ptrs, launch, what: tl.constexpr, peers, deadline, record, mask):
 @triton.jit
 def give_up(record, kind: tl.constexpr, peer, launch, seen):
     """Leave word for the host that results are not to be used, for another reason than a wait."""
-    ptr = record.to(tl.pointer_type(tl.int64))
-    tl.store(tl.load(ptr + RECORD_BROKEN).to(tl.pointer_type(tl.int64)), 1)
+    ptr = pointer(record, tl.int64)
+    tl.store(pointer(tl.load(ptr + RECORD_BROKEN), tl.int64), 1)
     tl.store(ptr + RECORD_WHO, peer)
     tl.store(ptr + RECORD_LAUNCH, launch)
     tl.store(ptr + RECORD_SEEN, seen)
@@ -234,8 +241,8 @@ def _who(what: tl.constexpr, peers):
 @triton.jit
 def _spin(ptrs, launch, what: tl.constexpr, peers, num_max_spins, record, mask):
     """Do for the interpreter what `_POLL_PTX` does on a GPU."""
-    ptr = record.to(tl.pointer_type(tl.int64))
-    broken = tl.load(ptr + RECORD_BROKEN).to(tl.pointer_type(tl.int64))
+    ptr = pointer(record, tl.int64)
+    broken = pointer(tl.load(ptr + RECORD_BROKEN), tl.int64)
     zeros = tl.zeros(mask.shape, tl.int64)
     num_spins = tl.where(tl.load(broken) != 0, num_max_spins, 0)
     words = tl.where(mask, tl.atomic_add(ptrs, zeros, mask=mask, sem="acquire", scope="sys"), 0)

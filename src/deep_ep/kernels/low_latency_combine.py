@@ -1,0 +1,267 @@
+"""Low-latency combine: every rank adds the rows that it has of a token, weighted, and sends the source one sum.
+
+`deep_ep.kernels.low_latency` has the protocol, `deep_ep.low_latency_layout` the words and slots. By their order, the
+programs of a launch are
+
+    the door         tells what this rank has finished
+    the herald       TOKENS, to all ranks
+    announcers       a token each, then another: ROUTES, to all ranks, which say by themselves where the token's rows
+                     are (`x` of an expert rank has them where the dispatch put them) and what they weigh
+    senders          a piece of a token of any source each, then another: wait for its ROUTES, add its rows in float32,
+                     store the sum in the source's slot for this rank, and SUMS there
+    receivers        a piece of an own token each, then another: wait for the SUMS of the ranks that own its experts,
+                     add them in the order of ranks, round once
+
+A rank that has one row of a token sends that row as it is, in bf16, and the source multiplies it with the weight. The
+sum of more rows travels in 32, 24 or 16 bits (`deep_ep.kernels.quantize`). Both sides see from the routing which.
+
+Example: token 4 of rank 0 has experts [0, 1, 5] with weights [.5, .3, .2] on 2 ranks with 3 experts each. Rank 0 sends
+itself .5 * y0 + .3 * y1, rank 1 sends y5, and rank 0 gives (.5 * y0 + .3 * y1) + .2 * y5.
+"""
+
+import triton
+import triton.language as tl
+
+from deep_ep import low_latency_layout
+from deep_ep.kernels.low_latency import (
+    advance,
+    begin_call,
+    clock,
+    experts_of,
+    open_door,
+    pick,
+    post_num_tokens,
+    tokens_naming,
+    wait_for_half,
+    wait_for_num_tokens,
+)
+from deep_ep.kernels.quantize import from_bf16_bits, from_planes, round_to_bits
+from deep_ep.kernels.rows import inside
+from deep_ep.kernels.signal import kernel, post_all, post_one, wait_all, wait_one, words_at
+
+AWAIT_TOKENS = tl.constexpr(low_latency_layout.AWAIT_TOKENS)
+AWAIT_ROUTES = tl.constexpr(low_latency_layout.AWAIT_ROUTES)
+AWAIT_SUMS = tl.constexpr(low_latency_layout.AWAIT_SUMS)
+NOWHERE = tl.constexpr(0xFFFFFFFF)
+RANKS_AT_ONCE = tl.constexpr(8)
+
+
+@kernel
+def combine_kernel(
+    x: tl.int64,
+    topk_idx: tl.int64,
+    topk_weights: tl.int64,
+    layout_range: tl.int64,
+    out: tl.int64,
+    wait_stats: tl.int64,
+    call: tl.int64,
+    control: tl.int64,
+    state: tl.int64,
+    record: tl.int64,
+    first_word: tl.int64,
+    half_words: tl.int64,
+    data_offset: tl.int64,
+    half_bytes: tl.int64,
+    routes: tl.int64,
+    sums: tl.int64,
+    num_tokens: tl.int64,
+    num_max_tokens: tl.int64,
+    num_topk: tl.int64,
+    num_experts: tl.int64,
+    num_own: tl.int64,
+    rank: tl.int64,
+    first_sender: tl.int64,
+    first_receiver: tl.int64,
+    timeout: tl.int64,
+    NUM_RANKS: tl.constexpr,
+    RANKS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    IDX: tl.constexpr,
+    TOPK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    OUT_ALIGN: tl.constexpr,
+    PIECE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LOW_BITS: tl.constexpr,
+    SLOT_BYTES: tl.constexpr,
+    LOW_OFFSET: tl.constexpr,
+    SENDS: tl.constexpr,
+    RECEIVES: tl.constexpr,
+):
+    """Send sums, receive sums, or both; see the module docstring."""
+    control = control.to(tl.pointer_type(tl.int64))
+    state = state.to(tl.pointer_type(tl.int64))
+    rank, record, num_tokens = rank.to(tl.int64), record.to(tl.int64), num_tokens.to(tl.int64)
+    launch, deadline = begin_call(state, call, timeout, SENDS)
+    program = tl.program_id(0).to(tl.int64)
+    word = first_word + (launch & 1) * half_words
+    data = data_offset + (launch & 1) * half_bytes
+    num_pieces: tl.constexpr = (HIDDEN + PIECE - 1) // PIECE
+
+    if program == 0:
+        open_door(control, state, call, launch, rank, NUM_RANKS, RANKS, SENDS, RECEIVES)
+
+    if SENDS:
+        if (program > 0) & (program < first_receiver):
+            wait_for_half(control, rank, launch, deadline, record, NUM_RANKS, RANKS)
+        if program == 1:
+            post_num_tokens(control, word, rank, launch, num_tokens, NUM_RANKS, RANKS)
+        if (program > 1) & (program < first_sender):
+            for token in range(program - 2, num_tokens, first_sender - 2):
+                _announce(
+                    topk_idx, topk_weights, control, word + routes, token, rank, launch, num_max_tokens, num_topk,
+                    num_experts, NUM_RANKS, RANKS, IDX, TOPK, TOKENS,
+                )  # fmt: skip
+        if (program >= first_sender) & (program < first_receiver):
+            num_of_rank = wait_for_num_tokens(
+                control, word, rank, launch, num_max_tokens, deadline, record, NUM_RANKS, RANKS
+            )
+            peer = tl.arange(0, RANKS)
+            num_items = tl.max(num_of_rank, 0) * NUM_RANKS * num_pieces
+            for item in range(program - first_sender, num_items, first_receiver - first_sender):
+                piece, pair = item % num_pieces, item // num_pieces
+                src, token = (rank + 1 + pair) % NUM_RANKS, pair // NUM_RANKS
+                if token < pick(num_of_rank, peer, src):
+                    _send_sum(
+                        x, layout_range, control, word + routes, word + sums, data, src, token, piece, rank, launch,
+                        num_max_tokens, num_topk, num_own, deadline, record,
+                        NUM_RANKS, HIDDEN, TOPK, ALIGN, PIECE, LOW_BITS, SLOT_BYTES, LOW_OFFSET,
+                    )  # fmt: skip
+        advance(state, launch)
+
+    if RECEIVES:
+        if (program == first_receiver) & (wait_stats != 0):
+            _time_arrivals(wait_stats, control, word, rank, launch, deadline, record, NUM_RANKS)
+        num_receivers = tl.num_programs(0) - first_receiver
+        num_parts: tl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS
+        if program >= first_receiver:
+            for item in range(program - first_receiver, num_tokens * num_parts, num_receivers):
+                _receive_sum(
+                    out, topk_idx, topk_weights, control, word + sums, data, item // num_parts, item % num_parts, rank,
+                    launch, num_max_tokens, num_topk, num_experts, deadline, record,
+                    NUM_RANKS, RANKS, HIDDEN, IDX, TOPK, OUT_ALIGN, PIECE, COLUMNS, LOW_BITS, SLOT_BYTES, LOW_OFFSET,
+                )  # fmt: skip
+
+
+@triton.jit
+def _announce(
+    topk_idx, topk_weights, control, routes, token, rank, launch, num_max_tokens, num_topk, num_experts,
+    NUM_RANKS: tl.constexpr, RANKS: tl.constexpr, IDX: tl.constexpr, TOPK: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Tell every rank which of its rows are those of a token, and what they weigh."""
+    expert, owner, local = experts_of(topk_idx, token, num_topk, num_experts, NUM_RANKS, IDX, TOPK)
+    slot = tl.arange(0, TOPK)
+    weight = _weights_of(topk_weights, token, num_topk, TOPK).to(tl.int32, bitcast=True).to(tl.int64) & NOWHERE
+    before = tokens_naming(expert, topk_idx, token, num_topk, IDX, TOPK, TOPK, TOKENS)
+    peer = tl.arange(0, RANKS).to(tl.int64)[:, None]
+    expert_slot = tl.where(owner[None, :] == peer, (local * num_max_tokens + before)[None, :], NOWHERE)
+    values = tl.join(expert_slot, weight[None, :] + 0 * peer)
+    there = routes + ((rank * num_max_tokens + token) * num_topk + slot) * 2
+    words = there[None, :, None] + tl.arange(0, 2)[None, None, :]
+    is_word = (peer < NUM_RANKS)[:, :, None] & (slot < num_topk)[None, :, None]
+    owner_of_word = tl.where(peer < NUM_RANKS, peer, rank)[:, :, None]
+    post_all(words_at(control, owner_of_word, words), launch, values, is_word & (values >= 0))
+
+
+@triton.jit
+def _weights_of(topk_weights, token, num_topk, TOPK: tl.constexpr):
+    slot = tl.arange(0, TOPK)
+    weights_ptr = topk_weights.to(tl.pointer_type(tl.float32)) + token * num_topk
+    return tl.load(weights_ptr + slot, mask=slot < num_topk, other=0.0)
+
+
+@triton.jit
+def _send_sum(
+    x, layout_range, control, routes, sums, data, src, token, piece, rank, launch, num_max_tokens, num_topk, num_own,
+    deadline, record,
+    NUM_RANKS: tl.constexpr, HIDDEN: tl.constexpr, TOPK: tl.constexpr, ALIGN: tl.constexpr, PIECE: tl.constexpr,
+    LOW_BITS: tl.constexpr, SLOT_BYTES: tl.constexpr, LOW_OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Add a piece of the rows that this rank has of a source's token, and send it there."""
+    slot = tl.arange(0, TOPK)
+    which = tl.arange(0, 2)[None, :]
+    words = routes + ((src * num_max_tokens + token) * num_topk + slot[:, None]) * 2 + which
+    mask = (slot < num_topk)[:, None] & (which >= 0)
+    who = src + 0 * words
+    route, weight = tl.split(
+        wait_all(words_at(control, rank, words), launch, AWAIT_ROUTES, who, deadline, record, mask)
+    )
+    # The second condition holds but after a wait that ran out.
+    is_row = (slot < num_topk) & (route < num_own * num_max_tokens)
+    num_slots = tl.sum(is_row.to(tl.int32), 0)
+    if num_slots > 0:
+        local = tl.where(is_row, route // num_max_tokens, 0)
+        range_ptr = layout_range.to(tl.pointer_type(tl.int64)) + local * NUM_RANKS + src
+        begin = tl.load(range_ptr, mask=is_row, other=0) >> 32
+        num_rows = num_max_tokens * NUM_RANKS
+        row = local * num_rows + tl.minimum(begin + route % num_max_tokens, num_rows - 1)
+        channel = piece * PIECE + tl.arange(0, PIECE)
+        is_channel = inside(channel >= 0, channel, HIDDEN, PIECE)
+        x_ptr = tl.multiple_of(x.to(tl.pointer_type(tl.int16)), ALIGN) + row[:, None] * HIDDEN + channel[None, :]
+        bits = tl.load(x_ptr, mask=is_row[:, None] & is_channel[None, :], other=0)
+        factor = tl.where(num_slots == 1, 1.0, weight.to(tl.int32).to(tl.float32, bitcast=True))
+        total = tl.sum(from_bf16_bits(bits) * tl.where(is_row, factor, 0.0)[:, None], axis=0)
+        rounded = round_to_bits(total, LOW_BITS)
+        there = tl.load(control + src) + data + (rank * num_max_tokens + token) * SLOT_BYTES
+        high_ptr = tl.multiple_of(there.to(tl.pointer_type(tl.int16)), 16)
+        tl.store(high_ptr + channel, (rounded >> LOW_BITS).to(tl.int16), mask=is_channel)
+        if LOW_BITS > 0:
+            low: tl.constexpr = tl.int8 if LOW_BITS == 8 else tl.int16
+            low_ptr = tl.multiple_of((there + LOW_OFFSET).to(tl.pointer_type(low)), 16)
+            tl.store(low_ptr + channel, rounded.to(low), mask=is_channel & (num_slots + 0 * channel > 1))
+        num_pieces: tl.constexpr = (HIDDEN + PIECE - 1) // PIECE
+        flag = sums + (rank * num_max_tokens + token) * num_pieces + piece
+        post_one(words_at(control, src, flag), launch, num_slots)
+
+
+@triton.jit
+def _time_arrivals(wait_stats, control, word, rank, launch, deadline, record, NUM_RANKS: tl.constexpr):
+    """Add, for each rank, the time until it is seen to have begun."""
+    stats_ptr = wait_stats.to(tl.pointer_type(tl.int64)) + tl.arange(0, 1)
+    began = clock()
+    for src in range(NUM_RANKS):
+        wait_one(words_at(control, rank, word + src), launch, AWAIT_TOKENS, rank * 0 + src, deadline, record)
+        tl.store(stats_ptr + src, tl.load(stats_ptr + src) + clock() - began)
+
+
+@triton.jit
+def _receive_sum(
+    out, topk_idx, topk_weights, control, sums, data, token, part, rank, launch, num_max_tokens, num_topk, num_experts,
+    deadline, record,
+    NUM_RANKS: tl.constexpr, RANKS: tl.constexpr, HIDDEN: tl.constexpr, IDX: tl.constexpr, TOPK: tl.constexpr,
+    ALIGN: tl.constexpr, PIECE: tl.constexpr, COLUMNS: tl.constexpr, LOW_BITS: tl.constexpr,
+    SLOT_BYTES: tl.constexpr, LOW_OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Wait for the sums of some channels of a token and add them."""
+    expert, owner, local = experts_of(topk_idx, token, num_topk, num_experts, NUM_RANKS, IDX, TOPK)
+    weight = _weights_of(topk_weights, token, num_topk, TOPK)
+    peer = tl.arange(0, RANKS).to(tl.int64)
+    is_src = tl.max((owner[None, :] == peer[:, None]).to(tl.int32), axis=1) > 0
+    num_pieces: tl.constexpr = (HIDDEN + PIECE - 1) // PIECE
+    flags = sums + (peer * num_max_tokens + token) * num_pieces + part * COLUMNS // PIECE
+    wait_all(words_at(control, rank, flags), launch, AWAIT_SUMS, peer, deadline, record, is_src)
+    channel = part * COLUMNS + tl.arange(0, COLUMNS)
+    is_channel = inside(channel >= 0, channel, HIDDEN, COLUMNS)
+    total = tl.zeros([COLUMNS], tl.float32)
+    slots = tl.load(control + rank) + data + token * SLOT_BYTES
+    for first in range(0, NUM_RANKS, RANKS_AT_ONCE):
+        # All loads before the first addition.
+        values = ()
+        for step in tl.static_range(RANKS_AT_ONCE if NUM_RANKS > RANKS_AT_ONCE else NUM_RANKS):
+            is_of = owner == first + step
+            num_slots = tl.sum(is_of.to(tl.int32), 0)
+            factor = tl.where(num_slots == 1, tl.sum(tl.where(is_of, weight, 0.0), 0), 1.0)
+            slot = slots + (first + step) * num_max_tokens * SLOT_BYTES
+            high_ptr = tl.multiple_of(slot.to(tl.pointer_type(tl.int16)), 16)
+            high = tl.load(high_ptr + channel, mask=is_channel & (num_slots + 0 * channel > 0), other=0, cache_modifier=".cg")
+            low = high
+            if LOW_BITS > 0:
+                kind: tl.constexpr = tl.int8 if LOW_BITS == 8 else tl.int16
+                low_ptr = tl.multiple_of((slot + LOW_OFFSET).to(tl.pointer_type(kind)), 16)
+                low = tl.load(low_ptr + channel, mask=is_channel & (num_slots + 0 * channel > 1), other=0, cache_modifier=".cg")
+            values = values + ((high, low, factor),)
+        for step in tl.static_range(RANKS_AT_ONCE if NUM_RANKS > RANKS_AT_ONCE else NUM_RANKS):
+            total += from_planes(values[step][0], values[step][1], LOW_BITS) * values[step][2]
+    out_ptr = tl.multiple_of(out.to(tl.pointer_type(tl.int16)), ALIGN) + token * HIDDEN
+    tl.store(out_ptr + channel, round_to_bits(total, 0).to(tl.int16), mask=is_channel)
