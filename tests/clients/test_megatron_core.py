@@ -1,7 +1,8 @@
 """Megatron-core from PyPI trains its MoE layer through deep_ep, and gets what it gets without.
 
 The layer runs with its flex dispatcher, which calls `deep_ep`, and with its all-gather dispatcher, which does not. They
-add the same numbers in another order, so results are compared relative to the largest of each tensor.
+add the same numbers in another order, so results are compared relative to the largest of each tensor; seen were 1e-7 in float32 and
+6e-3 in bfloat16.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -12,13 +13,15 @@ import torch
 
 from rank_pool import FreshRanks
 
+pytestmark = pytest.mark.timeout(600)
+
 CASES = {
     "float32": {"dtype": torch.float32, "capacity": None},
     "float32 with capacity": {"dtype": torch.float32, "capacity": 0.75},
     "bfloat16": {"dtype": torch.bfloat16, "capacity": None},
     "bfloat16 with capacity": {"dtype": torch.bfloat16, "capacity": 0.75},
 }
-TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
+TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["R2", "R4"])
