@@ -126,7 +126,7 @@ def train(num_steps: int) -> None:
         optimizer.zero_grad()
         loss.backward()
         for tensor in [loss.detach(), *(param.grad for param in dense)]:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor)  # in place: `loss`, too, is now that of the whole batch
         optimizer.step()
         if rank == 0 and (step == 1 or step % 10 == 0):
             print(f"step {step}: loss {loss.item():.5f}", flush=True)

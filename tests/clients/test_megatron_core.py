@@ -1,8 +1,8 @@
 """Megatron-core from PyPI trains its MoE layer through deep_ep, and gets what it gets without.
 
 The layer runs with its flex dispatcher, which calls `deep_ep`, and with its all-gather dispatcher, which does not. They
-add the same numbers in another order, so results are compared relative to the largest of each tensor; seen were 1e-7 in float32 and
-6e-3 in bfloat16.
+add the same numbers in another order, so results are compared relative to the largest of each tensor. Seen were 1e-7 in
+float32 and 6e-3 in bfloat16.
 """
 
 from importlib.metadata import PackageNotFoundError, version
