@@ -165,6 +165,38 @@ def measure(buffer: Buffer, name: str, num_experts: int, topk: int, iterations: 
     }
 
 
+def measure_memory(name: str, num_experts: int, topk: int) -> dict[str, Any]:
+    """Compare the peak of resident memory over a training-like loop with the bytes that the loop's tensors hold."""
+    num_tokens = SIZES[name] // (2 * HIDDEN)
+    buffer = Buffer(dist.group.WORLD)
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # begin a new peak
+    before_bytes = resident_bytes("VmRSS")
+    x = torch.randn(num_tokens, HIDDEN).bfloat16()
+    topk_idx = torch.rand(num_tokens, num_experts).topk(topk).indices
+    weights = torch.rand(num_tokens, topk)
+    held_bytes = 0
+    for _ in range(10):
+        recv_x, _, _, _, handle, _ = dispatch(buffer, x, topk_idx, weights, num_experts)
+        y = recv_x * 2
+        combined, _, _ = buffer.combine(y, handle)
+        held_bytes = max(held_bytes, sum(t.numel() * t.element_size() for t in (x, recv_x, y, combined)))
+    peak_bytes = resident_bytes("VmHWM") - before_bytes
+    buffer.destroy()
+    return {
+        "case": "memory",
+        "size": name,
+        "held_bytes": held_bytes,
+        "peak_bytes": peak_bytes,
+        "peak_ratio": round(peak_bytes / held_bytes, 2),
+    }
+
+
+def resident_bytes(field: str) -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field + ":"))
+
+
 def show(record: dict[str, Any]) -> None:
     """Print one line of the table on stdout."""
     cells = [f"{record['size']:>7} {record['num_experts']:>4}/{record['topk']:<3}"]
@@ -191,6 +223,12 @@ def run_rank(rank: int, args: argparse.Namespace, store_path: str) -> None:
             records.append(record)
             if rank == 0:
                 print(json.dumps(record), flush=True) if args.json else show(record)
+    memory = measure_memory(args.sizes[-1], *args.routings[0])
+    records.append(memory)
+    if rank == 0:
+        held, peak = memory["held_bytes"] / 2**20, memory["peak_bytes"] / 2**20
+        words = f"{memory['size']} of x: tensors hold {held:.0f} MiB, resident memory peaks at {peak:.0f} MiB"
+        print(json.dumps(memory) if args.json else f"{words} ({memory['peak_ratio']} x)")
     if rank == 0 and args.out:
         with open(args.out, "w") as file:
             json.dump({"environment": environment(), "records": records}, file, indent=1)

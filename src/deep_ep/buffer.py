@@ -7,6 +7,7 @@ tuples that V1 returns.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from deep_ep.events import EventHandle, EventOverlap
 from deep_ep.low_latency import LowLatencyCalls
 from deep_ep.memory.rendezvous import Rendezvous
 from deep_ep.streams import CpuStreams, CudaStreams, Event
+from deep_ep.tuning import GpuTuning
 
 logger = logging.getLogger("deep_ep")
 
@@ -58,7 +60,7 @@ class Buffer(LowLatencyCalls):
     Attributes:
         group, group_size, rank: The ranks, their number, this rank.
         num_nvl_bytes, num_rdma_bytes, low_latency_mode, explicitly_destroy, enable_shrink: As they were passed.
-        num_sms: Class attribute, see `set_num_sms`.
+        num_sms, num_nvlink_channels: Class attributes, see `set_num_sms` and `set_nvlink_channels`.
 
     Raises:
         ConfigError: If an argument breaks a rule.
@@ -75,6 +77,7 @@ class Buffer(LowLatencyCalls):
     """
 
     num_sms: ClassVar[int] = 20
+    num_nvlink_channels: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -117,7 +120,12 @@ class Buffer(LowLatencyCalls):
             if low_latency_mode:
                 raise UnsupportedError("low_latency_mode=True is not in this version of deep_ep on GPUs yet")
             self._engine = GpuEngine(
-                rendezvous, int(num_nvl_bytes), timeout_s, self._device, use_peer_access=env.USE_P2P.get()
+                rendezvous,
+                int(num_nvl_bytes),
+                timeout_s,
+                self._device,
+                use_peer_access=env.USE_P2P.get(),
+                tuning=GpuTuning(stream=Buffer.is_sm90_compiled() and not env.DISABLE_AGGRESSIVE_PTX_INSTRS.get()),
             )
             self._streams = CudaStreams(self._device)
 
@@ -153,8 +161,8 @@ class Buffer(LowLatencyCalls):
 
     @staticmethod
     def is_sm90_compiled() -> bool:
-        """Tell whether instructions of compute capability 9.0 may be used."""
-        return True
+        """Tell whether kernels may use more than plain loads and stores: not if DISABLE_SM90_FEATURES is 1."""
+        return not env.DISABLE_SM90_FEATURES.get()
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
@@ -169,6 +177,19 @@ class Buffer(LowLatencyCalls):
         if new_num_sms % 2 or new_num_sms < 0:
             raise ConfigError(f"num_sms must be even and at least 0, got {new_num_sms}")
         Buffer.num_sms = int(new_num_sms)
+
+    @staticmethod
+    def set_nvlink_channels(num_channels: int) -> None:
+        """Set how many programs carry rows to each peer on GPUs from now on; the same on all ranks.
+
+        Args:
+            num_channels: At least 1; or 0, as it is at first, to choose by the number of ranks. Never more than
+                `num_sms` of the call's config allows.
+
+        Raises:
+            ConfigError: If it is negative.
+        """
+        Buffer.num_nvlink_channels = checks.check_at_least("num_channels", num_channels, 0)
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
@@ -363,6 +384,11 @@ class Buffer(LowLatencyCalls):
             num_worst_tokens=int(num_worst_tokens),
             config=config,
         )
+        if engine.device.type == "cuda" and num_worst_tokens == 0 and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "a dispatch with new routing waits on the host for its counts, which a CUDA graph cannot capture",
+                hint="pass num_worst_tokens, or a handle",
+            )
         result, event = self._streams.run(lambda: engine.dispatch(request), (request,), previous_event, async_finish)
         return (
             _pair(result.x, result.scales),
@@ -420,7 +446,10 @@ class Buffer(LowLatencyCalls):
     def _running(self) -> Engine:
         if self._engine is None:
             raise DestroyedError("this buffer has been destroyed", hint="make a new Buffer")
-        return self._engine
+        engine = self._engine
+        if isinstance(engine, GpuEngine) and engine.tuning.num_channels_per_peer != Buffer.num_nvlink_channels:
+            engine.tuning = replace(engine.tuning, num_channels_per_peer=Buffer.num_nvlink_channels)
+        return engine
 
     def _config(self, config: Config | None, recommended: Any) -> Config:
         if config is None:

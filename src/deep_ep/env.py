@@ -74,4 +74,25 @@ USE_P2P = EnvVar(
     "Whether GPUs of a host address each other's memory; 0 makes them go through pinned host memory.",
 )
 
-ALL_VARIABLES: tuple[EnvVar[float] | EnvVar[bool], ...] = (TIMEOUT_S, USE_P2P)
+DISABLE_SM90_FEATURES = EnvVar(
+    "DISABLE_SM90_FEATURES",
+    _switch,
+    False,
+    "0 or 1",
+    "1 makes kernels use plain loads and stores only; compute capability 8.0 works without it.",
+)
+
+DISABLE_AGGRESSIVE_PTX_INSTRS = EnvVar(
+    "DISABLE_AGGRESSIVE_PTX_INSTRS",
+    _switch,
+    False,
+    "0 or 1",
+    "1 makes kernels use no cache hints on the loads and stores of rows.",
+)
+
+ALL_VARIABLES: tuple[EnvVar[float] | EnvVar[bool], ...] = (
+    TIMEOUT_S,
+    USE_P2P,
+    DISABLE_SM90_FEATURES,
+    DISABLE_AGGRESSIVE_PTX_INSTRS,
+)
