@@ -101,7 +101,9 @@ def dispatch_kernel(
     """Send rows, receive rows, or both; see the module docstring."""
     control = control.to(tl.pointer_type(tl.int64))
     state = state.to(tl.pointer_type(tl.int64))
+    # The interpreter makes 32-bit integers of small values, such as the addresses of empty tensors.
     rank, record, num_tokens = rank.to(tl.int64), record.to(tl.int64), num_tokens.to(tl.int64)
+    x, topk_idx = x.to(tl.int64), topk_idx.to(tl.int64)
     launch, deadline = begin_call(state, call, timeout, SENDS)
     program = tl.program_id(0).to(tl.int64)
     num_local = (num_experts + NUM_RANKS - 1) // NUM_RANKS

@@ -1,0 +1,167 @@
+"""What a low-latency call's shapes alone decide: where its words and slots lie, and how its kernel is cut up.
+
+A plan is made once for each combination of shapes that does not include the number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from deep_ep.engines.base import RowFormat
+from deep_ep.low_latency_layout import CombineLayout, DispatchLayout
+from deep_ep.tuning import next_power_of_two
+
+GROUP_CHANNELS = 128
+_TILE_VALUES = 8192
+"""Values that a program of four warps holds in registers at a time."""
+_EXPERTS_BLOCK = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LowLatencyTuning:
+    """How the kernels are cut up. Only `wire_bits` must be the same on all ranks.
+
+    Attributes:
+        num_warps: Warps per program.
+        programs_per_sm: Programs of a launch per streaming multiprocessor; so many must fit at once.
+        wire_bits: Bits in which the sum of several rows travels: 32, 24 or 16. The error that this adds is at most
+            2**-24, 2**-16 or 2**-8 of that sum; the result has one of 2**-8 from its own rounding.
+    """
+
+    num_warps: int = 4
+    programs_per_sm: int = 4
+    wire_bits: int = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What all plans depend on.
+
+    Attributes:
+        num_ranks: Ranks of the group.
+        hidden: Channels of a row.
+        num_topk: Top-k slots per token.
+        num_max_tokens: The most tokens that a rank sends.
+        num_experts: Of all ranks.
+        idx_dtype: Of the expert ids.
+        align: Bytes that divide the addresses of rows, at most 16.
+    """
+
+    num_ranks: int
+    hidden: int
+    num_topk: int
+    num_max_tokens: int
+    num_experts: int
+    idx_dtype: torch.dtype
+    align: int
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchPlan:
+    """Layout, the values of the kernel's constants, and scales per row."""
+
+    layout: DispatchLayout
+    constants: tuple[object, ...]
+
+    def programs(self, num_tokens: int, num_max_programs: int) -> tuple[int, int, int]:
+        """Return the first sender, the first receiver and how many receivers there are.
+
+        Example: for 128 tokens of 2 ranks, 256 experts and at most 528 programs there are a door, 32 announcers, 128
+        senders, the clerk and 256 receivers.
+        """
+        layout = self.layout
+        num_announcers = min(-(-layout.num_experts // _EXPERTS_BLOCK), max(num_max_programs // 8, 1))
+        num_left = num_max_programs - 2 - num_announcers
+        num_senders = min(num_tokens, max(num_left // 3, 1))
+        num_receivers = min(layout.num_ranks * layout.num_max_tokens, max(num_left - num_senders, 1))
+        return 1 + num_announcers, 1 + num_announcers + num_senders, 1 + num_receivers
+
+
+@dataclass(frozen=True, slots=True)
+class CombinePlan:
+    """Layout, the values of the kernel's constants, and into how many parts a receiver cuts rows."""
+
+    layout: CombineLayout
+    constants: tuple[object, ...]
+    num_parts: int
+
+    def programs(self, num_tokens: int, num_max_programs: int) -> tuple[int, int, int]:
+        """Return the first sender, the first receiver and how many receivers there are."""
+        layout = self.layout
+        num_announcers = min(num_tokens, max(num_max_programs // 4, 1))
+        num_left = num_max_programs - 2 - num_announcers
+        num_pieces = layout.num_ranks * layout.num_max_tokens * layout.num_pieces
+        num_receivers = min(max(num_tokens * self.num_parts, 1), max(num_left // 3, 1))
+        num_senders = min(num_pieces, max(num_left - num_receivers, 1))
+        return 2 + num_announcers, 2 + num_announcers + num_senders, num_receivers
+
+
+def plan_dispatch(
+    shape: Shape, row_format: RowFormat, type_of: Callable[[torch.dtype], object], *, has_native_fp8: bool
+) -> DispatchPlan:
+    """Work out what follows from the shapes of a dispatch."""
+    is_fp8, is_packed = row_format is not RowFormat.BF16, row_format is RowFormat.FP8_UE8M0
+    num_groups = -(-shape.hidden // GROUP_CHANNELS)
+    num_scales = 0 if not is_fp8 else -(-num_groups // 4) if is_packed else num_groups
+    row_bytes = shape.hidden if is_fp8 else 2 * shape.hidden
+    layout = DispatchLayout(
+        shape.num_ranks, shape.num_max_tokens, shape.num_experts, shape.num_topk, row_bytes, num_scales
+    )
+    word = {1: torch.uint8, 2: torch.int16}.get(row_bytes & -row_bytes, torch.int32)
+    row_words = row_bytes // word.itemsize
+    topk = next_power_of_two(max(shape.num_topk, 1))
+    constants = (
+        shape.num_ranks,
+        next_power_of_two(shape.num_ranks),
+        shape.hidden,
+        min(next_power_of_two(max(num_groups, 4)), _TILE_VALUES // GROUP_CHANNELS),
+        type_of(shape.idx_dtype),
+        topk,
+        _tokens_at_once(topk, topk),
+        _tokens_at_once(topk, _EXPERTS_BLOCK),
+        shape.align,
+        type_of(word),
+        row_words,
+        min(next_power_of_two(row_words), 4096),
+        is_fp8,
+        has_native_fp8,
+        row_format in (RowFormat.FP8_ROUNDED, RowFormat.FP8_UE8M0),
+        is_packed,
+        num_scales,
+        next_power_of_two(max(num_scales, 1)),
+        layout.slot_bytes,
+        layout.scales_offset,
+        layout.routes_offset,
+    )
+    return DispatchPlan(layout, constants)
+
+
+def plan_combine(shape: Shape, wire_bits: int, out_align: int, type_of: Callable[[torch.dtype], object]) -> CombinePlan:
+    """Work out what follows from the shapes of a combine."""
+    layout = CombineLayout(shape.num_ranks, shape.num_max_tokens, shape.num_topk, shape.hidden, wire_bits)
+    topk = next_power_of_two(max(shape.num_topk, 1))
+    columns = min(layout.piece_channels, _TILE_VALUES // min(next_power_of_two(shape.num_ranks), 8))
+    constants = (
+        shape.num_ranks,
+        next_power_of_two(shape.num_ranks),
+        shape.hidden,
+        type_of(shape.idx_dtype),
+        topk,
+        _tokens_at_once(topk, topk),
+        shape.align,
+        out_align,
+        layout.piece_channels,
+        columns,
+        wire_bits - 16,
+        layout.slot_bytes,
+        layout.low_offset,
+    )
+    return CombinePlan(layout, constants, -(-shape.hidden // columns))
+
+
+def _tokens_at_once(topk: int, num_experts: int) -> int:
+    """Return how many tokens are compared with a block of experts at a time."""
+    return min(max(_TILE_VALUES // (topk * num_experts), 1), 1024)
