@@ -212,7 +212,7 @@ def worker(rank, num_ranks, port, args):
         staging_bytes = tuning.pop("bytes", 1 << 20)
         begin = time.perf_counter()
         engine = GpuEngine(
-            Rendezvous(dist.group.WORLD), staging_bytes, args.timeout, device, tuning=GpuTuning(**tuning)
+            Rendezvous(dist.group.WORLD), staging_bytes, args.timeout, device, tuning=GpuTuning(**{k: tuple(v) if isinstance(v, list) else v for k, v in tuning.items()})
         )
         construct_s = time.perf_counter() - begin
         bench = Bench(rank, num_ranks, device, engine, num_sms, args)

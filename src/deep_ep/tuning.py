@@ -17,17 +17,20 @@ class GpuTuning:
 
     Attributes:
         num_warps: Warps per program of the kernels that move rows.
-        tile_bytes: Bytes of payload that a program has in flight at a time.
+        push_bytes: Bytes that a program loads at a time when it gathers rows; the loop over a row's parts is
+            unrolled, so several times as much is in flight.
+        copy_bytes: Bytes that a program loads at a time when it copies a long stretch.
         unit_tokens: Tokens (dispatch) or rows (combine) that are announced by one signal.
-        combine_tokens: Tokens that are added at a time.
+        combine_tile: Tokens and elements of a row that a program adds at a time; (0, 0) chooses by the group's size.
         stream: Whether payload is moved with cache hints; without, with plain loads and stores.
         num_channels_per_peer: Programs that carry rows to each peer; 0 chooses by the group's size.
     """
 
     num_warps: int = 16
-    tile_bytes: int = 32768
+    push_bytes: int = 16384
+    copy_bytes: int = 32768
     unit_tokens: int = 32
-    combine_tokens: int = 16
+    combine_tile: tuple[int, int] = (0, 0)
     stream: bool = True
     num_channels_per_peer: int = 0
 
@@ -52,6 +55,15 @@ def split_programs(num_sms: int, num_ranks: int, num_channels_per_peer: int) -> 
         num_senders = num_channels_per_peer * (num_ranks - 1)
     num_senders = min(max(num_senders, 1), num_programs - 1)
     return num_programs, num_senders, num_senders
+
+
+def combine_tile(tuning: GpuTuning, num_ranks: int) -> tuple[int, int]:
+    """Return the tokens and elements of a row to add at a time: as many as fit into registers with all ranks' rows."""
+    if tuning.combine_tile != (0, 0):
+        return tuning.combine_tile
+    if num_ranks <= 2:
+        return 16, 1024
+    return (16, 512) if num_ranks <= 4 else (8, 512)
 
 
 def next_power_of_two(value: int) -> int:

@@ -37,7 +37,7 @@ from deep_ep.gpu_layout import StagingLayout
 from deep_ep.memory.cuda import CudaMemory
 from deep_ep.memory.rendezvous import AllGather, Rendezvous
 from deep_ep.memory.staged import StagedMemory
-from deep_ep.tuning import GpuTuning, next_power_of_two, split_programs, tile_columns
+from deep_ep.tuning import GpuTuning, combine_tile, next_power_of_two, split_programs, tile_columns
 
 _MIN_STAGING_BYTES = 1 << 20
 _SPINS_PER_SECOND = 4000
@@ -193,7 +193,7 @@ class GpuEngine:
         bias_0, bias_1 = (*request.biases, None, None)[:2]
         word, align, row_words = _words(x, hidden)
         num_programs, num_senders, first_receiver = self._split(request.config)
-        columns = tile_columns(hidden, 1024)
+        tile_tokens, max_columns = combine_tile(tuning, self.num_ranks)
         kernels.launch(
             kernels.combine.combine_kernel,
             num_programs,
@@ -231,9 +231,9 @@ class GpuEngine:
                 min([align, *(_alignment(bias) for bias in request.biases)]),
                 hidden,
                 row_words,
-                tuning.combine_tokens,
-                columns,
-                next_power_of_two(tuning.tile_bytes // word.itemsize),
+                tile_tokens,
+                tile_columns(hidden, max_columns),
+                next_power_of_two(tuning.copy_bytes // word.itemsize),
                 next_power_of_two(num_topk) if num_topk else 0,
                 len(request.biases),
                 tuning.stream,
@@ -428,9 +428,9 @@ class GpuEngine:
                 kernels.type_of(word),
                 align,
                 row_words,
-                max(tuning.tile_bytes // (columns * word.itemsize), 1),
+                max(tuning.push_bytes // (columns * word.itemsize), 1),
                 columns,
-                next_power_of_two(tuning.tile_bytes // word.itemsize),
+                next_power_of_two(tuning.copy_bytes // word.itemsize),
                 kernels.type_of(idx_dtype),
                 next_power_of_two(num_topk) if num_topk else 0,
                 next_power_of_two(num_scales) if num_scales else 0,

@@ -27,6 +27,7 @@ from deep_ep.kernels.signal import begin, end, give_up, kernel, pointer, post_on
 UNITS = tl.constexpr(gpu_layout.UNITS)
 MAX_UNITS = tl.constexpr(gpu_layout.MAX_UNITS)
 AWAIT_SUMS = tl.constexpr(gpu_layout.AWAIT_SUMS)
+MAX_UNROLLED = tl.constexpr(8)
 KIND_STAGING_FULL = tl.constexpr(gpu_layout.KIND_STAGING_FULL)
 
 
@@ -192,11 +193,11 @@ def _place_of_rows(
     row = row_among_mine(
         send_head, channel_prefix, token, token < num_tokens, j, num_channels, tokens_per_channel, NUM_RANKS
     )
-    if j == rank:
-        first, most = rows_before(rank_prefix, rank, rank, NUM_RANKS), num_rows
-    else:
-        first, most = first_slot(rank_prefix, rank, j, NUM_RANKS, RANKS), num_slots
-    return tl.where((row >= 0) & (first + row < most), first + row, -1)
+    own_first = rows_before(rank_prefix, rank, rank, NUM_RANKS)
+    first = tl.where(j == rank, own_first, first_slot(rank_prefix, rank, j, NUM_RANKS, RANKS))
+    most = tl.where(j == rank, num_rows, num_slots)
+    # 32 bits: no memory holds 2^31 rows, and these stay in registers.
+    return tl.where((row >= 0) & (first + row < most), first + row, -1).to(tl.int32)
 
 
 @triton.jit
@@ -209,22 +210,21 @@ def _add_tile(
 ):  # fmt: skip
     """Add the rows of consecutive tokens, and their weights."""
     is_token = token < num_tokens
+    # With few ranks, all places of a row are found once and its loads are in flight together.
     places = ()
-    for j in tl.static_range(NUM_RANKS):
-        place = _place_of_rows(
-            j, send_head, channel_prefix, rank_prefix, token, num_tokens, num_rows, num_slots, num_channels,
-            tokens_per_channel, rank, NUM_RANKS, RANKS,
-        )  # fmt: skip
-        places = places + (place,)
-    if TOPK > 0:
-        slot = tl.arange(0, TOPK).to(tl.int64)[None, :]
-        weights = tl.zeros([TOKENS, TOPK], tl.float32)
+    if NUM_RANKS <= MAX_UNROLLED:
         for j in tl.static_range(NUM_RANKS):
-            is_weight = (places[j] >= 0)[:, None] & (slot < num_topk)
-            weights_ptr = pointer(tl.where(j == rank, topk_weights, staged + weights_offset), tl.float32)
-            weights += tl.load(weights_ptr + places[j][:, None] * num_topk + slot, mask=is_weight, other=0.0)
-        sum_ptr = pointer(combined_weights, tl.float32) + token[:, None] * num_topk + slot
-        tl.store(sum_ptr, weights, mask=is_token[:, None] & (slot < num_topk))
+            place = _place_of_rows(
+                j, send_head, channel_prefix, rank_prefix, token, num_tokens, num_rows, num_slots, num_channels,
+                tokens_per_channel, rank, NUM_RANKS, RANKS,
+            )  # fmt: skip
+            places = places + (place,)
+    if TOPK > 0:
+        _add_weights(
+            combined_weights, topk_weights, staged + weights_offset, send_head, channel_prefix, rank_prefix, token,
+            num_tokens, num_rows, num_slots, num_channels, tokens_per_channel, num_topk, rank,
+            NUM_RANKS, RANKS, TOKENS, TOPK,
+        )  # fmt: skip
     for begin_column in range(0, HIDDEN, COLUMNS):
         column = (begin_column + tl.arange(0, COLUMNS))[None, :]
         at = token[:, None] * HIDDEN + column
@@ -234,17 +234,47 @@ def _add_tile(
             total = _load_values(bias_0, at, is_here, DTYPE, ALIGN, STREAM)
         if NUM_BIASES > 1:
             total += _load_values(bias_1, at, is_here, DTYPE, ALIGN, STREAM)
-        for j in tl.static_range(NUM_RANKS):
-            mask = inside((places[j] >= 0)[:, None], column, HIDDEN, COLUMNS)
-            source = tl.where(j == rank, x, staged)
-            total += _load_values(source, places[j][:, None] * HIDDEN + column, mask, DTYPE, ALIGN, STREAM)
-        combined_ptr = tl.multiple_of(pointer(combined_x, DTYPE), ALIGN)
-        store_words(combined_ptr + at, total.to(DTYPE), is_here, STREAM)
+        if NUM_RANKS <= MAX_UNROLLED:
+            for j in tl.static_range(NUM_RANKS):
+                mask = inside((places[j] >= 0)[:, None], column, HIDDEN, COLUMNS)
+                at_row = places[j].to(tl.int64)[:, None] * HIDDEN + column
+                total += _load_values(tl.where(j == rank, x, staged), at_row, mask, DTYPE, ALIGN, STREAM)
+        else:
+            for j in range(NUM_RANKS):
+                place = _place_of_rows(
+                    j, send_head, channel_prefix, rank_prefix, token, num_tokens, num_rows, num_slots, num_channels,
+                    tokens_per_channel, rank, NUM_RANKS, RANKS,
+                )  # fmt: skip
+                mask = inside((place >= 0)[:, None], column, HIDDEN, COLUMNS)
+                at_row = place.to(tl.int64)[:, None] * HIDDEN + column
+                total += _load_values(tl.where(j == rank, x, staged), at_row, mask, DTYPE, ALIGN, STREAM)
+        store_words(pointer(combined_x, DTYPE, ALIGN) + at, total.to(DTYPE), is_here, STREAM)
+
+
+@triton.jit
+def _add_weights(
+    combined_weights, topk_weights, staged_weights, send_head, channel_prefix, rank_prefix, token,
+    num_tokens, num_rows, num_slots, num_channels, tokens_per_channel, num_topk, rank,
+    NUM_RANKS: tl.constexpr, RANKS: tl.constexpr, TOKENS: tl.constexpr, TOPK: tl.constexpr,
+):  # fmt: skip
+    """Add the top-k weights that came back with the rows of tokens."""
+    slot = tl.arange(0, TOPK).to(tl.int64)[None, :]
+    weights = tl.zeros([TOKENS, TOPK], tl.float32)
+    for j in range(NUM_RANKS):
+        place = _place_of_rows(
+            j, send_head, channel_prefix, rank_prefix, token, num_tokens, num_rows, num_slots, num_channels,
+            tokens_per_channel, rank, NUM_RANKS, RANKS,
+        )  # fmt: skip
+        mask = (place >= 0)[:, None] & (slot < num_topk)
+        weights_ptr = pointer(tl.where(j == rank, topk_weights, staged_weights), tl.float32)
+        weights += tl.load(weights_ptr + place.to(tl.int64)[:, None] * num_topk + slot, mask=mask, other=0.0)
+    sum_ptr = pointer(combined_weights, tl.float32) + token[:, None] * num_topk + slot
+    tl.store(sum_ptr, weights, mask=(token < num_tokens)[:, None] & (slot < num_topk))
 
 
 @triton.jit
 def _load_values(source, at, mask, DTYPE: tl.constexpr, ALIGN: tl.constexpr, STREAM: tl.constexpr):
-    ptrs = tl.multiple_of(pointer(source, DTYPE), ALIGN) + at
+    ptrs = pointer(source, DTYPE, ALIGN) + at
     if STREAM:
         return tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
     return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)

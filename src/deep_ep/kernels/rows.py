@@ -44,8 +44,8 @@ def copy_flat(dst, src, num_words, WORD: tl.constexpr, ALIGN: tl.constexpr, TILE
 
     Example: with TILE = 8, 20 words go as 8, 8 and 4.
     """
-    dst_ptr = tl.multiple_of(pointer(dst, WORD), ALIGN)
-    src_ptr = tl.multiple_of(pointer(src, WORD), ALIGN)
+    dst_ptr = pointer(dst, WORD, ALIGN)
+    src_ptr = pointer(src, WORD, ALIGN)
     for begin in range(0, num_words, TILE):
         word = begin + tl.arange(0, TILE).to(tl.int64)
         mask = word < num_words
@@ -69,8 +69,8 @@ def copy_rows(
 
     Example: src_row=[4, 5, 6], dst_row=[9, -, 10], is_row=[1, 0, 1] copies row 4 to row 9 and row 6 to row 10.
     """
-    dst_ptr = tl.multiple_of(pointer(dst, WORD), ALIGN) + dst_row[:, None] * ROW_WORDS
-    src_ptr = tl.multiple_of(pointer(src, WORD), ALIGN) + src_row[:, None] * ROW_WORDS
+    dst_ptr = pointer(dst, WORD, ALIGN) + dst_row[:, None] * ROW_WORDS
+    src_ptr = pointer(src, WORD, ALIGN) + src_row[:, None] * ROW_WORDS
     for begin in range(0, ROW_WORDS, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
         mask = inside(is_row[:, None], column[None, :], ROW_WORDS, COLUMNS)

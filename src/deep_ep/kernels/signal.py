@@ -112,10 +112,14 @@ def kernel(function):
 
 
 @triton.jit
-def pointer(address, TYPE: tl.constexpr):
-    """Return an address, an integer, as a pointer."""
-    # The interpreter gives small integers, such as the address of nothing, only 32 bits.
-    return address.to(tl.int64).to(tl.pointer_type(TYPE))
+def pointer(address, TYPE: tl.constexpr, ALIGN: tl.constexpr = 1):
+    """Return an address, an integer, as a pointer; promise that it is a multiple of `ALIGN` bytes."""
+    # The interpreter gives small integers, such as the address of nothing, only 32 bits. The promise must be made
+    # here, where the pointer is: on what a function returns it is lost, and with it every wide access.
+    ptr = address.to(tl.int64).to(tl.pointer_type(TYPE))
+    if ALIGN > 1:
+        ptr = tl.multiple_of(ptr, ALIGN)
+    return ptr
 
 
 @triton.jit
