@@ -95,7 +95,10 @@ class Rank:
     def buffer(self) -> Any:
         """Return the Buffer of those that take part, made at its first use and then kept."""
         if self._buffer is None:
-            from deep_ep import Buffer
+            if os.environ.get("DEEP_EP_TEST_ON_GPU"):
+                from gpu_buffer import GpuBuffer as Buffer
+            else:
+                from deep_ep import Buffer
 
             self._buffer = Buffer(self.group, num_nvl_bytes=1 << 20)
         return self._buffer
