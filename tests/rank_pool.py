@@ -134,7 +134,8 @@ def _serve(rank: int, num_ranks: int, port: int, channel: connection.Connection,
     # Upon SIGUSR1: write what every thread is doing, then end by the signal.
     stack_file = Path(stack_path).open("w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True, chain=True)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if not os.environ.get("DEEP_EP_TEST_ON_GPU"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["DEEP_EP_TIMEOUT_S"] = str(PEER_TIMEOUT_S)
     store = _join_world(rank, num_ranks, port)
     ranks: dict[int, Rank] = {}
