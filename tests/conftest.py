@@ -17,7 +17,7 @@ _COMMON = {
 }
 hypothesis.settings.register_profile("ci", max_examples=250, derandomize=True, **_COMMON)
 # Kernels are compiled for each hidden size and dtype that is drawn.
-hypothesis.settings.register_profile("gpu", max_examples=25, derandomize=True, **_COMMON)
+hypothesis.settings.register_profile("gpu", max_examples=5, derandomize=True, **_COMMON)
 hypothesis.settings.register_profile("nightly", max_examples=5000, **_COMMON)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
