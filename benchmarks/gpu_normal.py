@@ -81,9 +81,7 @@ class Bench:
     def cached(self, x, scales, handle):
         from deep_ep.engines.base import CachedDispatchRequest
 
-        return self.engine.dispatch_cached(
-            CachedDispatchRequest(x=x, scales=scales, handle=handle, config=self.config)
-        )
+        return self.engine.dispatch_cached(CachedDispatchRequest(x=x, scales=scales, handle=handle, config=self.config))
 
     def combine(self, x, weights, handle):
         from deep_ep.engines.base import CombineRequest
@@ -161,7 +159,9 @@ class Bench:
         x8, scales = to_fp8(x)
         out8 = self.dispatch(x8, scales, idx, weights, layout)
         want8 = [to_fp8(inputs[s][0]) for s in range(self.num_ranks)]
-        assert torch.equal(flat(out8.x), torch.cat([flat(want8[s][0])[masks[s][:, rank]] for s in range(self.num_ranks)]))
+        assert torch.equal(
+            flat(out8.x), torch.cat([flat(want8[s][0])[masks[s][:, rank]] for s in range(self.num_ranks)])
+        )
         assert torch.equal(out8.scales, torch.cat([want8[s][1][masks[s][:, rank]] for s in range(self.num_ranks)]))
         assert isinstance(layout, Layout)
         sent = masks[rank].sum().item()
@@ -212,7 +212,11 @@ def worker(rank, num_ranks, port, args):
         staging_bytes = tuning.pop("bytes", 1 << 20)
         begin = time.perf_counter()
         engine = GpuEngine(
-            Rendezvous(dist.group.WORLD), staging_bytes, args.timeout, device, tuning=GpuTuning(**{k: tuple(v) if isinstance(v, list) else v for k, v in tuning.items()})
+            Rendezvous(dist.group.WORLD),
+            staging_bytes,
+            args.timeout,
+            device,
+            tuning=GpuTuning(**{k: tuple(v) if isinstance(v, list) else v for k, v in tuning.items()}),
         )
         construct_s = time.perf_counter() - begin
         bench = Bench(rank, num_ranks, device, engine, num_sms, args)
@@ -235,9 +239,13 @@ def worker(rank, num_ranks, port, args):
 
 
 def record(args, results):
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
-    ).stdout.strip().splitlines()
+    driver = (
+        subprocess.run(
+            ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
+        )
+        .stdout.strip()
+        .splitlines()
+    )
     import triton
 
     return {

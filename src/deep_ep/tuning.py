@@ -20,16 +20,16 @@ class GpuTuning:
         push_bytes: Bytes that a program loads at a time when it gathers rows; the loop over a row's parts is
             unrolled, so several times as much is in flight.
         copy_bytes: Bytes that a program loads at a time when it copies a long stretch.
-        unit_tokens: Tokens (dispatch) or rows (combine) that are announced by one signal.
+        unit_bytes: About how many bytes of rows are announced by one signal.
         combine_tile: Tokens and elements of a row that a program adds at a time; (0, 0) chooses by the group's size.
         stream: Whether payload is moved with cache hints; without, with plain loads and stores.
         num_channels_per_peer: Programs that carry rows to each peer; 0 chooses by the group's size.
     """
 
     num_warps: int = 16
-    push_bytes: int = 16384
-    copy_bytes: int = 32768
-    unit_tokens: int = 32
+    push_bytes: int = 32768
+    copy_bytes: int = 65536
+    unit_bytes: int = 458752
     combine_tile: tuple[int, int] = (0, 0)
     stream: bool = True
     num_channels_per_peer: int = 0
@@ -64,6 +64,17 @@ def combine_tile(tuning: GpuTuning, num_ranks: int) -> tuple[int, int]:
     if num_ranks <= 2:
         return 16, 1024
     return (16, 512) if num_ranks <= 4 else (8, 512)
+
+
+def unit_rows(tuning: GpuTuning, row_bytes: int) -> int:
+    """Return how many tokens or rows are announced by one signal.
+
+    Example:
+        >>> unit_rows(GpuTuning(), 14336), unit_rows(GpuTuning(), 4096)
+        (32, 64)
+    """
+    rows = max(tuning.unit_bytes // max(row_bytes, 1), 1)
+    return min(max(1 << (rows.bit_length() - 1), 16), 64)
 
 
 def next_power_of_two(value: int) -> int:

@@ -67,7 +67,9 @@ def make_inputs(case, src, device):
 
 
 def owners(idx, num_experts, num_ranks):
-    table = torch.cat([torch.full((len(part),), r) for r, part in enumerate(torch.arange(num_experts).tensor_split(num_ranks))])
+    table = torch.cat(
+        [torch.full((len(part),), r) for r, part in enumerate(torch.arange(num_experts).tensor_split(num_ranks))]
+    )
     table = torch.cat([table, torch.tensor([-1])]).to(idx.device)
     return table[idx.long()]
 
@@ -160,9 +162,7 @@ def worker(rank, num_ranks, port, args):
     from deep_ep.engines.gpu import GpuEngine
     from deep_ep.memory.rendezvous import Rendezvous
 
-    engine = GpuEngine(
-        Rendezvous(dist.group.WORLD), 1 << 20, args.timeout, device, use_peer_access=not args.staged
-    )
+    engine = GpuEngine(Rendezvous(dist.group.WORLD), 1 << 20, args.timeout, device, use_peer_access=not args.staged)
     rng, own_rng = random.Random(args.seed), random.Random(rank)
     side = torch.cuda.Stream() if args.load else None
     a = torch.randn(2048, 2048, device=device, dtype=torch.bfloat16) if args.load else None

@@ -16,6 +16,8 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -37,11 +39,14 @@ from deep_ep.gpu_layout import StagingLayout
 from deep_ep.memory.cuda import CudaMemory
 from deep_ep.memory.rendezvous import AllGather, Rendezvous
 from deep_ep.memory.staged import StagedMemory
-from deep_ep.tuning import GpuTuning, combine_tile, next_power_of_two, split_programs, tile_columns
+from deep_ep.tuning import GpuTuning, combine_tile, next_power_of_two, split_programs, tile_columns, unit_rows
 
 _MIN_STAGING_BYTES = 1 << 20
 _SPINS_PER_SECOND = 4000
 """About as often as the interpreter can look at a signal."""
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class _Memory(Protocol):
@@ -98,6 +103,8 @@ class GpuEngine:
             max(num_bytes, _MIN_STAGING_BYTES), self.rank, self._all_gather, device
         )
         self._num_max_staged = 0
+        self._slots: dict[StagingLayout, tuple[int, tuple[int, int, int, int]]] = {}
+        self._plans: dict[Any, _Plan] = {}
         self._ticket = 0
         self._state = torch.zeros(gpu_layout.STATE_WORDS, dtype=torch.int64, device=device)
         self._record, self._record_words = self._pinned_words(gpu_layout.RECORD_WORDS)
@@ -184,19 +191,20 @@ class GpuEngine:
         x, weights, handle, tuning = request.x, request.topk_weights, request.handle, self.tuning
         num_tokens, hidden = handle.is_token_in_rank.size(0), x.size(1)
         num_topk = 0 if weights is None else weights.size(1)
-        staging, num_slots = self._ensure_staging(StagingLayout(hidden * x.element_size(), num_topk), self._num_max_staged)
-        offsets = StagingLayout(hidden * x.element_size(), num_topk).offsets(num_slots)
+        align = min([_words(x, hidden)[1], *(_alignment(bias) for bias in request.biases)])
+        kind = ("combine", x.dtype, hidden, align, num_topk, len(request.biases), request.config.num_sms)
+        plan = self._plans.get(kind)
+        if plan is None:
+            plan = self._plans[kind] = self._plan_combine(*kind[1:])
+        staging, num_slots, offsets = self._ensure_staging(plan.layout)
         combined_x = torch.empty(num_tokens, hidden, dtype=x.dtype, device=self.device)
         combined_weights = None
         if weights is not None:
             combined_weights = torch.empty(num_tokens, num_topk, dtype=torch.float32, device=self.device)
         bias_0, bias_1 = (*request.biases, None, None)[:2]
-        word, align, row_words = _words(x, hidden)
-        num_programs, num_senders, first_receiver = self._split(request.config)
-        tile_tokens, max_columns = combine_tile(tuning, self.num_ranks)
         kernels.launch(
             kernels.combine.combine_kernel,
-            num_programs,
+            plan.num_programs,
             (
                 x.data_ptr(),
                 _address(weights),
@@ -218,26 +226,12 @@ class GpuEngine:
                 handle.channel_prefix_matrix.size(1),
                 num_topk,
                 self.rank,
-                tuning.unit_tokens,
-                num_senders,
-                first_receiver,
+                plan.unit_rows,
+                plan.num_senders,
+                plan.first_receiver,
                 self._timeout,
             ),
-            (
-                self.num_ranks,
-                next_power_of_two(self.num_ranks),
-                kernels.type_of(x.dtype),
-                kernels.type_of(word),
-                min([align, *(_alignment(bias) for bias in request.biases)]),
-                hidden,
-                row_words,
-                tile_tokens,
-                tile_columns(hidden, max_columns),
-                next_power_of_two(tuning.copy_bytes // word.itemsize),
-                next_power_of_two(num_topk) if num_topk else 0,
-                len(request.biases),
-                tuning.stream,
-            ),
+            plan.constants,
             tuning.num_warps,
         )
         return combined_x, combined_weights
@@ -266,20 +260,18 @@ class GpuEngine:
         kind = words[gpu_layout.RECORD_KIND]
         if kind == 0:
             return
-        self._control_is_broken(kind, words[gpu_layout.RECORD_WHO], words[gpu_layout.RECORD_SEEN])
-
-    def _control_is_broken(self, kind: int, who: int, seen: int) -> None:
+        who, seen = words[gpu_layout.RECORD_WHO], words[gpu_layout.RECORD_SEEN]
         what, peer = who >> 32, who & 0xFFFFFFFF
         if kind == gpu_layout.KIND_TIMEOUT:
             raise PeerTimeoutError(
                 f"rank {self.rank}: waited {self.timeout_s} s for rank {peer} and {gpu_layout.AWAITED[what]} "
-                f"(launch {self._record_words[gpu_layout.RECORD_LAUNCH]}, last seen {seen >> 32})",
+                f"(launch {words[gpu_layout.RECORD_LAUNCH]}, last seen {seen >> 32})",
                 missing_ranks=[peer],
                 hint="look for an error on that rank, or raise DEEP_EP_TIMEOUT_S",
             )
         if kind == gpu_layout.KIND_OUTPUT_FULL:
             raise CapacityError(
-                f"rank {self.rank}: {seen} rows came, more than the num_worst_tokens or handle of the call has room for",
+                f"rank {self.rank}: {seen} rows came, more than the num_worst_tokens or handle of the call holds",
                 hint="raise num_worst_tokens to the most tokens that all ranks together may send",
             )
         raise CapacityError(
@@ -302,7 +294,7 @@ class GpuEngine:
         num_ranks, is_token_in_rank = self.num_ranks, request.layout.is_token_in_rank
         num_tokens = is_token_in_rank.size(0)
         sizes = [num_tokens * num_ranks, num_ranks * num_ranks, num_ranks * num_channels, num_ranks * num_channels]
-        parts = torch.empty(sum(sizes), dtype=torch.int32, device=self.device).split(sizes)
+        parts = torch.split(torch.empty(sum(sizes), dtype=torch.int32, device=self.device), sizes)
         send_head = parts[0].view(num_tokens, num_ranks)
         rank_prefix_matrix = parts[1].view(num_ranks, num_ranks)
         channel_prefix_matrix = parts[2].view(num_ranks, num_channels)
@@ -376,19 +368,19 @@ class GpuEngine:
         num_topk = 0 if topk_idx is None else topk_idx.size(1)
         num_scales = 0 if scales is None else scales.size(1)
         idx_dtype = torch.int64 if topk_idx is None else topk_idx.dtype
-        layout = StagingLayout(hidden * x.element_size(), num_topk, idx_dtype.itemsize if num_topk else 0, num_scales)
-        staging, num_slots = self._ensure_staging(layout, self._num_max_staged)
-        offsets = layout.offsets(num_slots)
+        _, align, row_words = _words(x, hidden)
+        kind = ("dispatch", x.dtype, hidden, align, num_topk, idx_dtype, num_scales, meta is not None, config.num_sms)
+        plan = self._plans.get(kind)
+        if plan is None:
+            plan = self._plans[kind] = self._plan_dispatch(*kind[1:])
+        staging, num_slots, offsets = self._ensure_staging(plan.layout)
         recv_x = torch.empty(num_recv, hidden, dtype=x.dtype, device=self.device)
         recv_scales = None
         if scales is not None:
             recv_scales = torch.empty(num_recv, num_scales, dtype=scales.dtype, device=self.device)
-        word, align, row_words = _words(x, hidden)
-        columns = tile_columns(row_words, 4096 // word.itemsize)
-        num_programs, num_senders, first_receiver = self._split(config)
         kernels.launch(
             kernels.dispatch.dispatch_kernel,
-            num_programs,
+            plan.num_programs,
             (
                 x.data_ptr(),
                 _address(scales),
@@ -407,6 +399,7 @@ class GpuEngine:
                 self._state.data_ptr(),
                 self._record.data_ptr(),
                 *offsets,
+                row_words,
                 num_slots,
                 x.size(0),
                 num_recv,
@@ -417,63 +410,132 @@ class GpuEngine:
                 0 if scales is None else scales.stride(1),
                 num_experts,
                 self.rank,
-                _unit_tokens(x.size(0), tuning.unit_tokens),
-                num_senders,
-                first_receiver,
+                _unit_tokens(x.size(0), plan.unit_rows),
+                plan.num_senders,
+                plan.first_receiver,
                 self._timeout,
             ),
-            (
-                self.num_ranks,
-                next_power_of_two(self.num_ranks),
-                kernels.type_of(word),
-                align,
-                row_words,
-                max(tuning.push_bytes // (columns * word.itemsize), 1),
-                columns,
-                next_power_of_two(tuning.copy_bytes // word.itemsize),
-                kernels.type_of(idx_dtype),
-                next_power_of_two(num_topk) if num_topk else 0,
-                next_power_of_two(num_scales) if num_scales else 0,
-                meta is not None,
-                tuning.stream,
-            ),
+            plan.constants,
             tuning.num_warps,
         )
         return recv_x, recv_scales
 
-    def _split(self, config: Config) -> tuple[int, int, int]:
-        return split_programs(config.num_sms, self.num_ranks, self.tuning.num_channels_per_peer)
+    def _plan_dispatch(
+        self,
+        dtype: torch.dtype,
+        hidden: int,
+        align: int,
+        num_topk: int,
+        idx_dtype: torch.dtype,
+        num_scales: int,
+        has_meta: bool,
+        num_sms: int,
+    ) -> _Plan:
+        """Work out what all dispatches of one kind have in common."""
+        kernels, tuning = self._running(), self.tuning
+        row_bytes = hidden * dtype.itemsize
+        word, row_words = _word_of(align), row_bytes // _word_of(align).itemsize
+        columns = tile_columns(row_words, 4096 // word.itemsize)
+        constants = (
+            self.num_ranks,
+            next_power_of_two(self.num_ranks),
+            kernels.type_of(word),
+            align,
+            row_words,
+            max(tuning.push_bytes // (columns * word.itemsize), 1),
+            columns,
+            next_power_of_two(tuning.copy_bytes // word.itemsize),
+            kernels.type_of(idx_dtype),
+            next_power_of_two(num_topk) if num_topk else 0,
+            next_power_of_two(num_scales) if num_scales else 0,
+            has_meta,
+            tuning.stream,
+        )
+        layout = StagingLayout(row_bytes, num_topk, idx_dtype.itemsize if num_topk else 0, num_scales)
+        split = split_programs(num_sms, self.num_ranks, tuning.num_channels_per_peer)
+        return _Plan(constants, layout, unit_rows(tuning, row_bytes), *split)
+
+    def _plan_combine(
+        self, dtype: torch.dtype, hidden: int, align: int, num_topk: int, num_biases: int, num_sms: int
+    ) -> _Plan:
+        """Work out what all combines of one kind have in common."""
+        kernels, tuning = self._running(), self.tuning
+        row_bytes = hidden * dtype.itemsize
+        word = _word_of(align)
+        tile_tokens, max_columns = combine_tile(tuning, self.num_ranks)
+        constants = (
+            self.num_ranks,
+            next_power_of_two(self.num_ranks),
+            kernels.type_of(dtype),
+            kernels.type_of(word),
+            align,
+            hidden,
+            row_bytes // word.itemsize,
+            tile_tokens,
+            tile_columns(hidden, max_columns),
+            next_power_of_two(tuning.copy_bytes // word.itemsize),
+            next_power_of_two(num_topk) if num_topk else 0,
+            num_biases,
+            tuning.stream,
+        )
+        split = split_programs(num_sms, self.num_ranks, tuning.num_channels_per_peer)
+        return _Plan(constants, StagingLayout(row_bytes, num_topk), unit_rows(tuning, row_bytes), *split)
 
     def _control_table(self) -> int:
         assert self._control is not None
         return self._control.table.data_ptr()
 
-    def _ensure_staging(self, layout: StagingLayout, num_rows: int) -> tuple[_Memory, int]:
-        """Return staging that holds so many rows on every rank, and how many it holds; all ranks call this alike."""
+    def _ensure_staging(self, layout: StagingLayout) -> tuple[_Memory, int, tuple[int, int, int, int]]:
+        """Return staging that fits any routing so far on every rank, how many rows it holds, and its offsets.
+
+        All ranks call this alike, and so all of them or none allocate anew.
+        """
         assert self._staging is not None
-        num_slots = layout.num_slots(self._staging.num_bytes)
-        if num_rows > num_slots:
-            num_bytes = layout.num_bytes(num_rows + num_rows // 8)
-            if not self._is_interpreted:
-                if torch.cuda.is_current_stream_capturing():
-                    raise CapacityError(
-                        f"{layout.num_bytes(num_rows):,} bytes of staging memory are needed and "
-                        f"{self._staging.num_bytes:,} are there, which cannot change while a CUDA graph is captured",
-                        hint=f"make the Buffer with num_nvl_bytes={num_bytes}, or run the call once before the capture",
-                    )
-                # Once every rank has come here, nobody writes to the old memory any more.
-                torch.cuda.synchronize(self.device)
-                self.check()
-            self._all_gather([num_bytes])
-            self._staging.close()
-            self._staging = self._memory_class(num_bytes, self.rank, self._all_gather, self.device)
-            num_slots = layout.num_slots(num_bytes)
-        return self._staging, num_slots
+        num_slots, offsets = self._slots.get(layout, (-1, (0, 0, 0, 0)))
+        if num_slots < self._num_max_staged:
+            num_slots = layout.num_slots(self._staging.num_bytes)
+            if num_slots < self._num_max_staged:
+                self._grow_staging(layout)
+                num_slots = layout.num_slots(self._staging.num_bytes)
+            offsets = layout.offsets(num_slots)
+            self._slots[layout] = num_slots, offsets
+        return self._staging, num_slots, offsets
+
+    def _grow_staging(self, layout: StagingLayout) -> None:
+        assert self._staging is not None
+        num_rows = self._num_max_staged
+        num_bytes = layout.num_bytes(num_rows + num_rows // 8)
+        if not self._is_interpreted:
+            if torch.cuda.is_current_stream_capturing():
+                raise CapacityError(
+                    f"{layout.num_bytes(num_rows):,} bytes of staging memory are needed and "
+                    f"{self._staging.num_bytes:,} are there, which cannot change while a CUDA graph is captured",
+                    hint=f"make the Buffer with num_nvl_bytes={num_bytes}, or run the call once before the capture",
+                )
+            # Once every rank has come here, nobody writes to the old memory any more.
+            torch.cuda.synchronize(self.device)
+            self.check()
+        self._all_gather([num_bytes])
+        self._staging.close()
+        self._staging = self._memory_class(num_bytes, self.rank, self._all_gather, self.device)
+        self._slots = {}
 
     def _pinned_words(self, num_words: int) -> tuple[Tensor, Any]:
         """Return words that kernels write and the host reads, as a tensor and as an array."""
         pinned = torch.zeros(num_words, dtype=torch.int64, pin_memory=not self._is_interpreted)
         return pinned, (ctypes.c_int64 * num_words).from_address(pinned.data_ptr())
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What all calls of one kind have in common."""
+
+    constants: tuple[Any, ...]
+    layout: StagingLayout
+    unit_rows: int
+    num_programs: int
+    num_senders: int
+    first_receiver: int
 
 
 class _Kernels:
@@ -492,7 +554,7 @@ class _Kernels:
         self.layout: ModuleType = layout
         self.dispatch: ModuleType = dispatch
         self.combine: ModuleType = combine
-        self.launch = launch
+        self.launch: Callable[..., None] = launch
         self._types: dict[torch.dtype, Any] = {
             torch.int64: tl.int64,
             torch.int32: tl.int32,
@@ -520,10 +582,14 @@ def _alignment(tensor: Tensor) -> int:
 
 def _words(x: Tensor, hidden: int) -> tuple[torch.dtype, int, int]:
     """Return the widest word that rows of `x` can be moved in, their alignment in bytes, and words per row."""
-    row_bytes = max(hidden * x.element_size(), 1)
+    row_bytes = hidden * x.element_size() | 16
     align = min(row_bytes & -row_bytes, _alignment(x))
-    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(align, torch.int64)
-    return word, align, row_bytes // word.itemsize
+    word = _word_of(align)
+    return word, align, hidden * x.element_size() // word.itemsize
+
+
+def _word_of(align: int) -> torch.dtype:
+    return _WORDS.get(align, torch.int64)
 
 
 def _unit_tokens(num_tokens: int, unit_tokens: int) -> int:

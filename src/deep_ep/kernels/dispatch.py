@@ -99,6 +99,7 @@ def dispatch_kernel(
     idx_offset: tl.int64,
     weights_offset: tl.int64,
     scales_offset: tl.int64,
+    row_words: tl.int64,
     num_slots: tl.int64,
     num_tokens: tl.int64,
     num_recv: tl.int64,
@@ -165,7 +166,7 @@ def dispatch_kernel(
                 _push_unit(
                     base, base + scales_offset, base + idx_offset, base + weights_offset, base + src_offset, first, num_slots,
                     x, scales, topk_idx, topk_weights, send_head, channel_prefix, unit, unit_tokens, dst,
-                    num_tokens, num_channels, tokens_per_channel, num_topk, num_scales, scale_stride_token, scale_stride, num_experts,
+                    num_tokens, num_channels, tokens_per_channel, num_topk, num_scales, scale_stride_token, scale_stride, num_experts, row_words,
                     NUM_RANKS, WORD, ALIGN, ROW_WORDS, ROWS, COLUMNS, IDX, TOPK, SCALES, HAS_META, STREAM,
                 )  # fmt: skip
                 tl.store(words_at(control, dst, UNIT_STARTS + rank * MAX_UNITS + unit), start)
@@ -178,7 +179,7 @@ def dispatch_kernel(
             _push_unit(
                 recv_x, recv_scales, recv_topk_idx, recv_topk_weights, recv_src_idx, first, num_recv,
                 x, scales, topk_idx, topk_weights, send_head, channel_prefix, unit, unit_tokens, rank,
-                num_tokens, num_channels, tokens_per_channel, num_topk, num_scales, scale_stride_token, scale_stride, num_experts,
+                num_tokens, num_channels, tokens_per_channel, num_topk, num_scales, scale_stride_token, scale_stride, num_experts, row_words,
                 NUM_RANKS, WORD, ALIGN, ROW_WORDS, ROWS, COLUMNS, IDX, TOPK, SCALES, HAS_META, STREAM,
             )  # fmt: skip
         num_rows = rows_before(rank_prefix, rank * 0 + NUM_RANKS, rank, NUM_RANKS)
@@ -236,7 +237,7 @@ def _extent_of_unit(
 def _push_unit(
     dst_x, dst_scales, dst_idx, dst_weights, dst_src, first, num_max_rows,
     x, scales, topk_idx, topk_weights, send_head, channel_prefix, unit, unit_tokens, dst,
-    num_tokens, num_channels, tokens_per_channel, num_topk, num_scales, scale_stride_token, scale_stride, num_experts,
+    num_tokens, num_channels, tokens_per_channel, num_topk, num_scales, scale_stride_token, scale_stride, num_experts, row_words,
     NUM_RANKS: tl.constexpr, WORD: tl.constexpr, ALIGN: tl.constexpr, ROW_WORDS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, IDX: tl.constexpr, TOPK: tl.constexpr, SCALES: tl.constexpr, HAS_META: tl.constexpr,
     STREAM: tl.constexpr,
@@ -270,7 +271,7 @@ def _push_unit(
                 local = tl.where(is_own, expert - first_own, -1)
                 tl.store(pointer(dst_idx, IDX) + dst_at, local.to(IDX), mask=mask)
                 tl.store(pointer(dst_weights, tl.float32) + dst_at, tl.where(is_own, weight, 0.0), mask=mask)
-        copy_rows(dst_x, row, x, token, is_row, WORD, ALIGN, ROW_WORDS, COLUMNS, STREAM)
+        copy_rows(dst_x, row, x, token, is_row, row_words, WORD, ALIGN, ROW_WORDS, COLUMNS, STREAM)
 
 
 @triton.jit

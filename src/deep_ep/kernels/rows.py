@@ -59,6 +59,7 @@ def copy_rows(
     src,
     src_row,
     is_row,
+    row_words,
     WORD: tl.constexpr,
     ALIGN: tl.constexpr,
     ROW_WORDS: tl.constexpr,
@@ -71,7 +72,8 @@ def copy_rows(
     """
     dst_ptr = pointer(dst, WORD, ALIGN) + dst_row[:, None] * ROW_WORDS
     src_ptr = pointer(src, WORD, ALIGN) + src_row[:, None] * ROW_WORDS
-    for begin in range(0, ROW_WORDS, COLUMNS):
+    # `row_words` is ROW_WORDS, but not known to the compiler: unrolled, this loop runs out of registers.
+    for begin in range(0, row_words, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
         mask = inside(is_row[:, None], column[None, :], ROW_WORDS, COLUMNS)
         words = load_words(src_ptr + column[None, :], mask, STREAM)

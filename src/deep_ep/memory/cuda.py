@@ -97,7 +97,7 @@ class CudaMemory:
         if int(error) != 0:
             raise UnsupportedError(
                 f"CUDA cannot share device memory between processes here: {error}",
-                hint="CUDA IPC needs Linux and a driver that allows it; in containers, a common /dev/shm and pid namespace",
+                hint="CUDA IPC needs Linux; ranks in containers need a common pid namespace",
             )
         return struct.unpack(f"{_HANDLE_WORDS}q", bytes(handle.reserved))
 

@@ -8,6 +8,7 @@ the Triton interpreter runs on.
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,8 +64,9 @@ class StagedMemory:
             return
         if self._registered:
             torch.cuda.synchronize(self.device)
+            runtime = _runtime()
             for address in self._registered:
-                torch.cuda.cudart().cudaHostUnregister(address)
+                runtime.cudaHostUnregister(address)
         self._host.close()
         self._host, self._registered = None, []
 
@@ -76,7 +78,12 @@ class StagedMemory:
     def _register(self, address: int) -> int:
         """Make a mapping known to the GPU; return a CUDA error code. Its address there is the same."""
         with torch.cuda.device(self.device):
-            error = int(torch.cuda.cudart().cudaHostRegister(address, self.num_bytes, _REGISTER_MAPPED_AND_PORTABLE))
+            error = int(_runtime().cudaHostRegister(address, self.num_bytes, _REGISTER_MAPPED_AND_PORTABLE))
         if error == 0:
             self._registered.append(address)
         return error
+
+
+def _runtime() -> Any:
+    load: Any = torch.cuda.cudart
+    return load()
