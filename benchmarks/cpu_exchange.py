@@ -174,7 +174,7 @@ def measure(buffer: Buffer, name: str, num_experts: int, topk: int, iterations: 
 def measure_memory(name: str, num_experts: int, topk: int) -> dict[str, Any]:
     """Compare the peak of resident memory over a training-like loop with the bytes that the loop's tensors hold."""
     num_tokens = SIZES[name] // (2 * HIDDEN)
-    buffer = Buffer(dist.group.WORLD)
+    buffer = Buffer(dist.group.WORLD, device="cpu")
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # begin a new peak
     before_bytes = resident_bytes("VmRSS")
@@ -218,7 +218,7 @@ def show(record: dict[str, Any]) -> None:
 def run_rank(rank: int, args: argparse.Namespace, store_path: str) -> None:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // args.ranks))
     dist.init_process_group("gloo", init_method=f"file://{store_path}", rank=rank, world_size=args.ranks)
-    buffer = Buffer(dist.group.WORLD)
+    buffer = Buffer(dist.group.WORLD, device="cpu")
     records = []
     if rank == 0 and not args.json:
         print(f"{args.ranks} ranks on {os.cpu_count()} cores, rows of {HIDDEN} bfloat16; checked against the oracle")

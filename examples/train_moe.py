@@ -104,7 +104,7 @@ def train(num_steps: int) -> None:
     dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1)
-    buffer = Buffer(dist.group.WORLD)
+    buffer = Buffer(dist.group.WORLD, device="cpu")
     first, last = nn.Embedding(len(LETTERS), HIDDEN), nn.Linear(HIDDEN, len(LETTERS))
     model = nn.Sequential(first, *(Layer(buffer) for _ in range(NUM_LAYERS)), nn.LayerNorm(HIDDEN), last)
     dense = [param for name, param in model.named_parameters() if not name.endswith((".up", ".down"))]
