@@ -20,6 +20,7 @@ from deep_ep.engines.base import CachedDispatchRequest, CombineRequest, Dispatch
 from deep_ep.engines.cpu import CpuEngine
 from deep_ep.engines.cpu_low_latency import CpuLowLatencyEngine
 from deep_ep.engines.gpu import GpuEngine
+from deep_ep.engines.gpu_low_latency import GpuLowLatencyEngine
 from deep_ep.errors import ConfigError, DestroyedError, UnsupportedError
 from deep_ep.events import EventHandle, EventOverlap
 from deep_ep.low_latency import LowLatencyCalls
@@ -117,8 +118,6 @@ class Buffer(LowLatencyCalls):
             if low_latency_mode:
                 self._low_latency = CpuLowLatencyEngine(cpu_engine.exchanger)
         else:
-            if low_latency_mode:
-                raise UnsupportedError("low_latency_mode=True is not in this version of deep_ep on GPUs yet")
             self._engine = GpuEngine(
                 rendezvous,
                 int(num_nvl_bytes),
@@ -128,6 +127,10 @@ class Buffer(LowLatencyCalls):
                 tuning=GpuTuning(stream=Buffer.is_sm90_compiled() and not env.DISABLE_AGGRESSIVE_PTX_INSTRS.get()),
             )
             self._streams = CudaStreams(self._device)
+            if low_latency_mode:
+                self._low_latency = GpuLowLatencyEngine(
+                    rendezvous, timeout_s, self._device, use_peer_access=env.USE_P2P.get()
+                )
 
     # Lifetime
 
@@ -250,7 +253,11 @@ class Buffer(LowLatencyCalls):
         Raises:
             ConfigError: If the memory is too small for that.
         """
-        local = self._running().local_bytes()[: 0 if use_rdma_buffer and not self.low_latency_mode else None]
+        engine = self._running()
+        if use_rdma_buffer:
+            local = self._low_latency.local_bytes() if self._low_latency is not None else engine.local_bytes()[:0]
+        else:
+            local = engine.local_bytes()
         if offset % dtype.itemsize or not 0 <= offset <= local.numel():
             raise ConfigError(
                 f"offset must be a multiple of {dtype.itemsize} from 0 to {local.numel()} bytes, got {offset}"

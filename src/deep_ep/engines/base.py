@@ -253,5 +253,8 @@ class LowLatencyEngine(Protocol):
     def combine(self, request: LowLatencyCombineRequest, *, split: bool) -> Pending[Tensor]:
         """Bring rows back and add them, weighted: `[T, H]` bfloat16; split in two halves, or as one."""
 
+    def local_bytes(self) -> Tensor:
+        """Return the memory that this rank's rows arrive in, as a uint8 tensor."""
+
     def close(self) -> None:
         """Let go of the memory."""

@@ -23,8 +23,6 @@ from deep_ep.errors import ConfigError
 from deep_ep.layout import CombineLayout, DispatchLayout
 from deep_ep.memory.rendezvous import Rendezvous
 
-_NO_BYTES = torch.empty(0, dtype=torch.uint8)
-
 
 class CpuEngine:
     """Exchanges between processes of one host (`deep_ep.engines.base.Engine`). All ranks construct one together.
@@ -138,7 +136,7 @@ class CpuEngine:
 
     def local_bytes(self) -> Tensor:
         """Return the first segment of this rank's shared memory, as a uint8 tensor."""
-        return next((memories[self.rank].data for memories in self.exchanger.segments.values()), _NO_BYTES)
+        return self.exchanger.local_bytes()
 
     def close(self) -> None:
         """Let go of the memory; received tensors that still live keep what they use."""

@@ -113,6 +113,10 @@ class CpuLowLatencyEngine:
 
         return _pend(out, finish, split)
 
+    def local_bytes(self) -> Tensor:
+        """Return the first segment of this rank's shared memory, which normal mode uses too."""
+        return self._exchanger.local_bytes()
+
     def close(self) -> None:
         """Nothing to let go of: the memory is the normal engine's."""
 

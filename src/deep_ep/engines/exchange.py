@@ -227,6 +227,10 @@ class Exchanger:
             offset += align(num_bytes)
         return taken
 
+    def local_bytes(self) -> Tensor:
+        """Return the first segment of this rank's memory, as a uint8 tensor."""
+        return next((memories[self.rank].data for memories in self.segments.values()), _NO_MEMORY.data)
+
     def close(self) -> None:
         """Let go of the memory; received tensors that still live keep what they use."""
         self.arena = Arena()
