@@ -1,7 +1,7 @@
 """How the kernels of the GPU engine are cut up: programs per role, tiles, units.
 
-The defaults were measured on H200s (`benchmarks/results`): a streaming multiprocessor stores 45 to 48 GB/s whatever
-the instruction, so a link of 390 GB/s is full with 8 or 9 senders, and what else a call may use copies and adds.
+The defaults were measured on two H200s (`benchmarks/results/gpu_normal_2xh200.json`). 16 warps leave each thread 128
+registers, which the wide tiles need; with 32 warps the same kernels spill.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class GpuTuning:
     num_warps: int = 16
     push_bytes: int = 32768
     copy_bytes: int = 65536
-    unit_bytes: int = 458752
+    unit_bytes: int = 917504
     combine_tile: tuple[int, int] = (0, 0)
     stream: bool = True
     num_channels_per_peer: int = 0
@@ -70,8 +70,8 @@ def unit_rows(tuning: GpuTuning, row_bytes: int) -> int:
     """Return how many tokens or rows are announced by one signal.
 
     Example:
-        >>> unit_rows(GpuTuning(), 14336), unit_rows(GpuTuning(), 4096)
-        (32, 64)
+        >>> unit_rows(GpuTuning(), 14336), unit_rows(GpuTuning(), 65536)
+        (64, 16)
     """
     rows = max(tuning.unit_bytes // max(row_bytes, 1), 1)
     return min(max(1 << (rows.bit_length() - 1), 16), 64)

@@ -343,7 +343,7 @@ class GpuEngine:
             os.sched_yield()  # lets go of the GIL
             if time.monotonic() > deadline:
                 raise PeerTimeoutError(
-                    f"rank {self.rank}: the counts of a dispatch did not come; earlier work on the stream has not ended",
+                    f"rank {self.rank}: the counts of a dispatch did not come, as earlier work has not ended",
                     missing_ranks=[],
                 )
         self.check()

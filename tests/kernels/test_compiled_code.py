@@ -1,0 +1,103 @@
+"""What the kernels of the GPU engine compile to, without a GPU: wide accesses, memory order, no spilled registers."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton")
+if triton.knobs.runtime.interpret:
+    pytest.skip("kernels are interpreted in this process", allow_module_level=True)
+
+import triton.language as tl  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from deep_ep.kernels import combine, dispatch, layout  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def compile_for(kernel, constants, capability, num_warps=16):
+    names = [parameter.name for parameter in kernel.params]
+    constant_names = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
+    values = dict(zip(constant_names, constants, strict=True))
+    source = ASTSource(
+        fn=kernel,
+        signature={name: "constexpr" if name in values else "i64" for name in names},
+        constexprs={(names.index(name),): value for name, value in values.items()},
+    )
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options={"num_warps": num_warps})
+
+
+def dispatch_code(capability, *, has_meta=True, stream=True, align=16, num_ranks=2):
+    word, row_words = (tl.int64, 1792) if align == 16 else (tl.int16, 7167)
+    topk = 8 if has_meta else 0
+    constants = (num_ranks, num_ranks, word, align, row_words, 16, 256, 8192, tl.int64, topk, 0, has_meta, stream)
+    return compile_for(dispatch.dispatch_kernel, constants, capability)
+
+
+def combine_code(capability, *, stream=True, num_ranks=2):
+    tokens, columns = (16, 1024) if num_ranks == 2 else (8, 512)
+    constants = (num_ranks, num_ranks, tl.bfloat16, tl.int64, 16, 7168, 1792, tokens, columns, 8192, 8, 0, stream)
+    return compile_for(combine.combine_kernel, constants, capability)
+
+
+def num_stack_bytes(compiled, tmp_path):
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(compiled.asm["cubin"])
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    report = subprocess.run([cuobjdump, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", report).group(1))
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("code", [dispatch_code, combine_code])
+def test_payload_moves_in_16_byte_accesses(code, capability):
+    ptx = code(capability).asm["ptx"]
+    assert re.search(r"ld\.global\.cg\.v(2\.b64|4\.b32)", ptx)
+    assert re.search(r"st\.global\.cs\.v(2\.b64|4\.b32)", ptx)
+    assert not re.search(r"(ld|st)\.global[.\w]*\.b(8|16)\b", ptx)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("code", [dispatch_code, combine_code])
+def test_signals_are_released_after_a_barrier_and_acquired(code, capability):
+    ptx = code(capability).asm["ptx"]
+    assert "ld.acquire.sys.global.b64" in ptx
+    # The signals; a wait that runs out has a release of its own, which needs no barrier.
+    signals = [match.start() for match in re.finditer(r"@p st\.release\.sys\.global\.b64", ptx)]
+    assert signals
+    assert all("bar.sync" in ptx[max(at - 3000, 0) : at] for at in signals)
+    assert re.search(r"atom\.global\.gpu\.acq_rel\.add", ptx)
+
+
+@pytest.mark.parametrize("code", [dispatch_code, combine_code])
+def test_without_streaming_loads_and_stores_are_plain(code):
+    ptx = code(90, stream=False).asm["ptx"]
+    assert not re.search(r"(ld|st)\.global\.(cg|cs)", ptx)
+    assert re.search(r"ld\.global\.v(2\.b64|4\.b32)", ptx)
+
+
+def test_odd_rows_move_in_narrow_accesses():
+    assert re.search(r"ld\.global\.cg\.b16", dispatch_code(90, align=2).asm["ptx"])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_dispatch_keeps_everything_in_registers(num_ranks, tmp_path):
+    for has_meta in (False, True):
+        assert num_stack_bytes(dispatch_code(90, has_meta=has_meta, num_ranks=num_ranks), tmp_path) == 0
+
+
+@pytest.mark.parametrize(("num_ranks", "most"), [(2, 0), (8, 16)])
+def test_combine_keeps_nearly_everything_in_registers(num_ranks, most, tmp_path):
+    assert num_stack_bytes(combine_code(90, num_ranks=num_ranks), tmp_path) <= most
+
+
+def test_counting_kernels_compile():
+    for capability in (80, 90, 100):
+        compile_for(layout.count_tokens_kernel, (tl.int64, 128, 8), capability, num_warps=4)
+        ptx = compile_for(layout.notify_kernel, (8, 8, 16, 256, 256), capability, num_warps=8).asm["ptx"]
+        assert "ld.acquire.sys.global.b64" in ptx
