@@ -147,7 +147,7 @@ def exchange(engine, rank, num_ranks, case, device):
     same("combined_topk_weights", y_weights, torch.where(idx >= 0, weights, 0.0), case)
 
 
-def worker(rank, num_ranks, port, args):
+def worker(rank, num_ranks, port, args):  # noqa: C901
     has_gpu = torch.cuda.is_available()
     if has_gpu:
         torch.cuda.set_device(rank % torch.cuda.device_count())

@@ -1,4 +1,4 @@
-"""Claims about the GPU engine that need a GPU: exchanges are right, graphs replay, a late rank is named, no recompiling.
+"""Claims about the GPU engine that need a GPU: right exchanges, graph replays, late ranks, no recompiling.
 
 Ranks share the GPUs there are; with fewer GPUs than ranks, run under `with_mps.sh`.
 """
@@ -146,7 +146,7 @@ def test_a_late_rank_is_named_and_the_context_survives():
     run_ranks(2, leave_one_rank_alone)
 
 
-def use_many_batch_sizes(rank, num_ranks):
+def use_many_batch_sizes(rank, _):
     from deep_ep.kernels.launch import num_compiled
 
     engine = make_engine()

@@ -88,7 +88,8 @@ class GpuEngine:
         self.rank, self.num_ranks = rendezvous.rank, rendezvous.num_ranks
         if self.num_ranks > gpu_layout.MAX_RANKS:
             raise ConfigError(f"a host has at most {gpu_layout.MAX_RANKS} ranks, this group has {self.num_ranks}")
-        self.tuning = tuning or GpuTuning()
+        self._plans: dict[Any, _Plan] = {}
+        self._tuning = tuning or GpuTuning()
         self._all_gather: AllGather = rendezvous.all_gather
         self._memory_class: type[CudaMemory | StagedMemory] = (
             CudaMemory if use_peer_access and device.type == "cuda" else StagedMemory
@@ -104,7 +105,6 @@ class GpuEngine:
         )
         self._num_max_staged = 0
         self._slots: dict[StagingLayout, tuple[int, tuple[int, int, int, int]]] = {}
-        self._plans: dict[Any, _Plan] = {}
         self._ticket = 0
         self._state = torch.zeros(gpu_layout.STATE_WORDS, dtype=torch.int64, device=device)
         self._record, self._record_words = self._pinned_words(gpu_layout.RECORD_WORDS)
@@ -112,6 +112,16 @@ class GpuEngine:
         self._record_words[gpu_layout.RECORD_BROKEN] = self._state.data_ptr() + 8 * gpu_layout.STATE_BROKEN
         # Where a dispatch that nobody waits for writes its totals.
         self._unread_totals = torch.zeros(gpu_layout.TOTALS_WORDS, dtype=torch.int64, device=device)
+
+    @property
+    def tuning(self) -> GpuTuning:
+        """How kernels are cut up. May be replaced between calls, on all ranks alike."""
+        return self._tuning
+
+    @tuning.setter
+    def tuning(self, tuning: GpuTuning) -> None:
+        self._tuning = tuning
+        self._plans.clear()
 
     def compute_layout(self, topk_idx: Tensor, num_experts: int) -> Layout:
         """Count where tokens go."""
