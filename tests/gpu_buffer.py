@@ -1,6 +1,6 @@
 """A buffer on a GPU that takes and gives CPU tensors, so that the rank tests run on a GPU as they are.
 
-    DEEP_EP_TEST_ON_GPU=1 HYPOTHESIS_PROFILE=gpu bash tests/gpu/with_mps.sh pytest tests/ranks/test_against_reference.py
+DEEP_EP_TEST_ON_GPU=1 HYPOTHESIS_PROFILE=gpu bash tests/gpu/with_mps.sh pytest tests/ranks/test_against_reference.py
 """
 
 from __future__ import annotations

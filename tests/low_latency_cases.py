@@ -26,7 +26,7 @@ FORMATS = list(RowFormat)
 
 @dataclass(frozen=True)
 class Case:
-    """Shapes of a round; `num_tokens` None draws a number for each rank, the last rank gets none if `has_empty_rank`."""
+    """Shapes of a round; `num_tokens` None draws one for each rank, the last rank gets none if `has_empty_rank`."""
 
     num_max_tokens: int
     hidden: int
@@ -163,7 +163,9 @@ def start_combine(engine, case: Case, inputs: Inputs, y: Tensor, result, rank: i
     )
 
 
-def expected_combine(case: Case, inputs: Inputs, received: list[reference.Received]) -> tuple[list[Tensor], list[Tensor]]:
+def expected_combine(
+    case: Case, inputs: Inputs, received: list[reference.Received]
+) -> tuple[list[Tensor], list[Tensor]]:
     """Return the sums, and the sums of the absolute values of what is added, of all ranks."""
     idx = [idx.long() for idx in inputs.topk_idx]
     weights = inputs.topk_weights

@@ -26,7 +26,8 @@ An expert slot is `expert * M + row`, with the experts of a rank and the rows of
 top-k slot that names no expert of the rank it is all ones.
 
 Example: 8 ranks, M = 128, hidden 7168, 256 experts, top-8. A dispatch of fp8 needs 8 * 128 slots of 7168 + 224 + 32
-bytes, a combine with 24-bit sums as many of 21,504 bytes, and it has 20,488 words: with two halves 44,369,024 bytes in all.
+bytes, a combine with 24-bit sums as many of 21,504 bytes, and it has 20,488 words: with two halves 44,369,024 bytes in
+all.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ AWAITED = (
 )
 AWAIT_ACK, AWAIT_TOKENS, AWAIT_COUNTS, AWAIT_ROWS, AWAIT_ROUTES, AWAIT_SUMS = range(6)
 
-PIECE_CHANNELS = 2048
+PIECE_CHANNELS = 1024
 """Most channels that a program of a combine takes at once; less with many top-k slots."""
 
 _ALIGNMENT_BYTES = 16
@@ -145,7 +146,7 @@ class CombineLayout:
     def piece_channels(self) -> int:
         """Return the channels of a piece, a power of two."""
         topk = 1 << (max(self.num_topk, 1) - 1).bit_length()
-        return min(PIECE_CHANNELS, max(16384 // topk, 1), 1 << (max(self.hidden, 1) - 1).bit_length())
+        return min(PIECE_CHANNELS, max(8192 // topk, 1), 1 << (max(self.hidden, 1) - 1).bit_length())
 
     @property
     def num_pieces(self) -> int:

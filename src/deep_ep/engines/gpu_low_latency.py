@@ -444,7 +444,7 @@ class _Kernels:
 
         self.dispatch: ModuleType = low_latency_dispatch
         self.combine: ModuleType = low_latency_combine
-        self.launch = launch
+        self.launch: Callable[..., None] = launch
         self._types: dict[torch.dtype, object] = {
             torch.int64: tl.int64,
             torch.int32: tl.int32,

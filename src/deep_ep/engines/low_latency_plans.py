@@ -32,7 +32,7 @@ class LowLatencyTuning:
     """
 
     num_warps: int = 4
-    programs_per_sm: int = 4
+    programs_per_sm: int = 3
     wire_bits: int = 24
 
 
@@ -69,8 +69,8 @@ class DispatchPlan:
     def programs(self, num_tokens: int, num_max_programs: int) -> tuple[int, int, int]:
         """Return the first sender, the first receiver and how many receivers there are.
 
-        Example: for 128 tokens of 2 ranks, 256 experts and at most 528 programs there are a door, 32 announcers, 128
-        senders, the clerk and 256 receivers.
+        Example: for 128 tokens of 2 ranks, 256 experts and at most 396 programs there are a door, 32 announcers, 120
+        senders, the clerk and 242 receivers.
         """
         layout = self.layout
         num_announcers = min(-(-layout.num_experts // _EXPERTS_BLOCK), max(num_max_programs // 8, 1))
@@ -91,11 +91,11 @@ class CombinePlan:
     def programs(self, num_tokens: int, num_max_programs: int) -> tuple[int, int, int]:
         """Return the first sender, the first receiver and how many receivers there are."""
         layout = self.layout
-        num_announcers = min(num_tokens, max(num_max_programs // 4, 1))
+        num_announcers = min(num_tokens, max(num_max_programs // 6, 1))
         num_left = num_max_programs - 2 - num_announcers
-        num_pieces = layout.num_ranks * layout.num_max_tokens * layout.num_pieces
-        num_receivers = min(max(num_tokens * self.num_parts, 1), max(num_left // 3, 1))
-        num_senders = min(num_pieces, max(num_left - num_receivers, 1))
+        # A token takes a sender much longer than a receiver, who finds most of its work done.
+        num_senders = min(layout.num_ranks * layout.num_max_tokens, max(num_left * 4 // 5, 1))
+        num_receivers = min(max(num_tokens * self.num_parts, 1), max(num_left - num_senders, 1))
         return 2 + num_announcers, 2 + num_announcers + num_senders, num_receivers
 
 
@@ -154,10 +154,12 @@ def plan_combine(shape: Shape, wire_bits: int, out_align: int, type_of: Callable
         shape.align,
         out_align,
         layout.piece_channels,
+        next_power_of_two(layout.num_pieces),
         columns,
         wire_bits - 16,
+        type_of(torch.int16 if wire_bits == 32 else torch.uint8),
         layout.slot_bytes,
-        layout.low_offset,
+        layout.low_offset // (2 if wire_bits == 32 else 1),
     )
     return CombinePlan(layout, constants, -(-shape.hidden // columns))
 

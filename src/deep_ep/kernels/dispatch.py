@@ -69,7 +69,9 @@ def rows_between(rank_prefix, src, dst, NUM_RANKS: tl.constexpr):
 
 
 @triton.jit
-def row_among_mine(send_head, channel_prefix, token, is_token, dst, num_channels, tokens_per_channel, NUM_RANKS: tl.constexpr):
+def row_among_mine(
+    send_head, channel_prefix, token, is_token, dst, num_channels, tokens_per_channel, NUM_RANKS: tl.constexpr
+):
     """Return each token's row among those that this rank sends to `dst`, -1 if it does not go there."""
     head = tl.load(send_head + token * NUM_RANKS + dst, mask=is_token, other=-1).to(tl.int64)
     channel = token // tokens_per_channel
@@ -158,7 +160,15 @@ def dispatch_kernel(
             first = rows_before(rank_prefix, rank, dst, NUM_RANKS)
             first -= tl.where(rank > dst, rows_between(rank_prefix, dst, dst, NUM_RANKS), 0)
             start, num_rows = _extent_of_unit(
-                send_head, channel_prefix, unit, unit_tokens, dst, num_tokens, num_channels, tokens_per_channel, NUM_RANKS
+                send_head,
+                channel_prefix,
+                unit,
+                unit_tokens,
+                dst,
+                num_tokens,
+                num_channels,
+                tokens_per_channel,
+                NUM_RANKS,
             )
             if first + start + num_rows > num_slots:
                 give_up(record, KIND_STAGING_FULL, dst, launch, first + start + num_rows)
@@ -218,7 +228,15 @@ def dispatch_kernel(
 
 @triton.jit
 def _extent_of_unit(
-    send_head, channel_prefix, unit, unit_tokens, dst, num_tokens, num_channels, tokens_per_channel, NUM_RANKS: tl.constexpr
+    send_head,
+    channel_prefix,
+    unit,
+    unit_tokens,
+    dst,
+    num_tokens,
+    num_channels,
+    tokens_per_channel,
+    NUM_RANKS: tl.constexpr,
 ):
     """Return the first row of a unit among this rank's rows for `dst`, and how many it has."""
     end_token = tl.minimum((unit + 1) * unit_tokens, num_tokens)
@@ -301,7 +319,15 @@ def _copy_out(
 
 @triton.jit
 def _mark_unused(
-    recv_topk_idx, recv_src_idx, num_rows, num_recv, num_topk, receiver, num_receivers, IDX: tl.constexpr, TOPK: tl.constexpr
+    recv_topk_idx,
+    recv_src_idx,
+    num_rows,
+    num_recv,
+    num_topk,
+    receiver,
+    num_receivers,
+    IDX: tl.constexpr,
+    TOPK: tl.constexpr,
 ):
     """Write -1 in the rows past the last one, which exist if the caller asked for more than there are."""
     BLOCK: tl.constexpr = 1024

@@ -7,8 +7,8 @@ programs of a launch are
     the herald       TOKENS, to all ranks
     announcers       a token each, then another: ROUTES, to all ranks, which say by themselves where the token's rows
                      are (`x` of an expert rank has them where the dispatch put them) and what they weigh
-    senders          a piece of a token of any source each, then another: wait for its ROUTES, add its rows in float32,
-                     store the sum in the source's slot for this rank, and SUMS there
+    senders          a token of any source each, then another: wait for its ROUTES, add its rows in float32, store the
+                     sum in the source's slot for this rank, and SUMS there
     receivers        a piece of an own token each, then another: wait for the SUMS of the ranks that own its experts,
                      add them in the order of ranks, round once
 
@@ -37,7 +37,7 @@ from deep_ep.kernels.low_latency import (
 )
 from deep_ep.kernels.quantize import from_bf16_bits, from_planes, round_to_bits
 from deep_ep.kernels.rows import inside
-from deep_ep.kernels.signal import kernel, post_all, post_one, wait_all, wait_one, words_at
+from deep_ep.kernels.signal import kernel, post_all, wait_all, wait_one, words_at
 
 AWAIT_TOKENS = tl.constexpr(low_latency_layout.AWAIT_TOKENS)
 AWAIT_ROUTES = tl.constexpr(low_latency_layout.AWAIT_ROUTES)
@@ -82,8 +82,10 @@ def combine_kernel(
     ALIGN: tl.constexpr,
     OUT_ALIGN: tl.constexpr,
     PIECE: tl.constexpr,
+    PIECES: tl.constexpr,
     COLUMNS: tl.constexpr,
     LOW_BITS: tl.constexpr,
+    LOW: tl.constexpr,
     SLOT_BYTES: tl.constexpr,
     LOW_OFFSET: tl.constexpr,
     SENDS: tl.constexpr,
@@ -97,7 +99,6 @@ def combine_kernel(
     program = tl.program_id(0).to(tl.int64)
     word = first_word + (launch & 1) * half_words
     data = data_offset + (launch & 1) * half_bytes
-    num_pieces: tl.constexpr = (HIDDEN + PIECE - 1) // PIECE
 
     if program == 0:
         open_door(control, state, call, launch, rank, NUM_RANKS, RANKS, SENDS, RECEIVES)
@@ -118,15 +119,15 @@ def combine_kernel(
                 control, word, rank, launch, num_max_tokens, deadline, record, NUM_RANKS, RANKS
             )
             peer = tl.arange(0, RANKS)
-            num_items = tl.max(num_of_rank, 0) * NUM_RANKS * num_pieces
-            for item in range(program - first_sender, num_items, first_receiver - first_sender):
-                piece, pair = item % num_pieces, item // num_pieces
+            for pair in range(
+                program - first_sender, tl.max(num_of_rank, 0) * NUM_RANKS, first_receiver - first_sender
+            ):
                 src, token = (rank + 1 + pair) % NUM_RANKS, pair // NUM_RANKS
                 if token < pick(num_of_rank, peer, src):
                     _send_sum(
-                        x, layout_range, control, word + routes, word + sums, data, src, token, piece, rank, launch,
+                        x, layout_range, control, word + routes, word + sums, data, src, token, rank, launch,
                         num_max_tokens, num_topk, num_own, deadline, record,
-                        NUM_RANKS, HIDDEN, TOPK, ALIGN, PIECE, LOW_BITS, SLOT_BYTES, LOW_OFFSET,
+                        NUM_RANKS, HIDDEN, TOPK, ALIGN, PIECE, PIECES, LOW_BITS, LOW, SLOT_BYTES, LOW_OFFSET,
                     )  # fmt: skip
         advance(state, launch)
 
@@ -140,7 +141,7 @@ def combine_kernel(
                 _receive_sum(
                     out, topk_idx, topk_weights, control, word + sums, data, item // num_parts, item % num_parts, rank,
                     launch, num_max_tokens, num_topk, num_experts, deadline, record,
-                    NUM_RANKS, RANKS, HIDDEN, IDX, TOPK, OUT_ALIGN, PIECE, COLUMNS, LOW_BITS, SLOT_BYTES, LOW_OFFSET,
+                    NUM_RANKS, RANKS, HIDDEN, IDX, TOPK, OUT_ALIGN, PIECE, COLUMNS, LOW_BITS, LOW, SLOT_BYTES, LOW_OFFSET,
                 )  # fmt: skip
 
 
@@ -173,12 +174,17 @@ def _weights_of(topk_weights, token, num_topk, TOPK: tl.constexpr):
 
 @triton.jit
 def _send_sum(
-    x, layout_range, control, routes, sums, data, src, token, piece, rank, launch, num_max_tokens, num_topk, num_own,
+    x, layout_range, control, routes, sums, data, src, token, rank, launch, num_max_tokens, num_topk, num_own,
     deadline, record,
     NUM_RANKS: tl.constexpr, HIDDEN: tl.constexpr, TOPK: tl.constexpr, ALIGN: tl.constexpr, PIECE: tl.constexpr,
-    LOW_BITS: tl.constexpr, SLOT_BYTES: tl.constexpr, LOW_OFFSET: tl.constexpr,
+    PIECES: tl.constexpr, LOW_BITS: tl.constexpr, LOW: tl.constexpr, SLOT_BYTES: tl.constexpr,
+    LOW_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Add a piece of the rows that this rank has of a source's token, and send it there."""
+    """Add the rows that this rank has of a source's token, piece by piece, and send the sum there.
+
+    One signal a piece lets receivers begin anywhere in a row; all of them are raised at the end, for each costs a wait
+    until the peer has what was stored before.
+    """
     slot = tl.arange(0, TOPK)
     which = tl.arange(0, 2)[None, :]
     words = routes + ((src * num_max_tokens + token) * num_topk + slot[:, None]) * 2 + which
@@ -196,23 +202,27 @@ def _send_sum(
         begin = tl.load(range_ptr, mask=is_row, other=0) >> 32
         num_rows = num_max_tokens * NUM_RANKS
         row = local * num_rows + tl.minimum(begin + route % num_max_tokens, num_rows - 1)
-        channel = piece * PIECE + tl.arange(0, PIECE)
-        is_channel = inside(channel >= 0, channel, HIDDEN, PIECE)
-        x_ptr = tl.multiple_of(x.to(tl.pointer_type(tl.int16)), ALIGN) + row[:, None] * HIDDEN + channel[None, :]
-        bits = tl.load(x_ptr, mask=is_row[:, None] & is_channel[None, :], other=0)
         factor = tl.where(num_slots == 1, 1.0, weight.to(tl.int32).to(tl.float32, bitcast=True))
-        total = tl.sum(from_bf16_bits(bits) * tl.where(is_row, factor, 0.0)[:, None], axis=0)
-        rounded = round_to_bits(total, LOW_BITS)
+        factor = tl.where(is_row, factor, 0.0)
         there = tl.load(control + src) + data + (rank * num_max_tokens + token) * SLOT_BYTES
         high_ptr = tl.multiple_of(there.to(tl.pointer_type(tl.int16)), 16)
-        tl.store(high_ptr + channel, (rounded >> LOW_BITS).to(tl.int16), mask=is_channel)
-        if LOW_BITS > 0:
-            low: tl.constexpr = tl.int8 if LOW_BITS == 8 else tl.int16
-            low_ptr = tl.multiple_of((there + LOW_OFFSET).to(tl.pointer_type(low)), 16)
-            tl.store(low_ptr + channel, rounded.to(low), mask=is_channel & (num_slots + 0 * channel > 1))
+        for begin_channel in range(
+            0, num_topk * 0 + HIDDEN, PIECE
+        ):  # a number the compiler does not know: no unrolling
+            channel = begin_channel + tl.arange(0, PIECE)
+            is_channel = inside(channel >= 0, channel, HIDDEN, PIECE)
+            x_ptr = tl.multiple_of(x.to(tl.pointer_type(tl.int16)), ALIGN) + row[:, None] * HIDDEN + channel[None, :]
+            bits = tl.load(x_ptr, mask=is_row[:, None] & is_channel[None, :], other=0)
+            total = tl.sum(from_bf16_bits(bits) * factor[:, None], axis=0)
+            rounded = round_to_bits(total, LOW_BITS)
+            tl.store(high_ptr + channel, (rounded >> LOW_BITS).to(tl.int16), mask=is_channel)
+            if LOW_BITS > 0:
+                low_ptr = tl.multiple_of(there.to(tl.pointer_type(LOW)), 16) + LOW_OFFSET
+                tl.store(low_ptr + channel, rounded.to(LOW), mask=is_channel & (num_slots + 0 * channel > 1))
         num_pieces: tl.constexpr = (HIDDEN + PIECE - 1) // PIECE
-        flag = sums + (rank * num_max_tokens + token) * num_pieces + piece
-        post_one(words_at(control, src, flag), launch, num_slots)
+        piece = tl.arange(0, PIECES)
+        flags = words_at(control, src, sums + (rank * num_max_tokens + token) * num_pieces + piece)
+        post_all(flags, launch, num_slots + 0 * piece, piece < num_pieces)
 
 
 @triton.jit
@@ -231,7 +241,7 @@ def _receive_sum(
     deadline, record,
     NUM_RANKS: tl.constexpr, RANKS: tl.constexpr, HIDDEN: tl.constexpr, IDX: tl.constexpr, TOPK: tl.constexpr,
     ALIGN: tl.constexpr, PIECE: tl.constexpr, COLUMNS: tl.constexpr, LOW_BITS: tl.constexpr,
-    SLOT_BYTES: tl.constexpr, LOW_OFFSET: tl.constexpr,
+    LOW: tl.constexpr, SLOT_BYTES: tl.constexpr, LOW_OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Wait for the sums of some channels of a token and add them."""
     expert, owner, local = experts_of(topk_idx, token, num_topk, num_experts, NUM_RANKS, IDX, TOPK)
@@ -254,12 +264,15 @@ def _receive_sum(
             factor = tl.where(num_slots == 1, tl.sum(tl.where(is_of, weight, 0.0), 0), 1.0)
             slot = slots + (first + step) * num_max_tokens * SLOT_BYTES
             high_ptr = tl.multiple_of(slot.to(tl.pointer_type(tl.int16)), 16)
-            high = tl.load(high_ptr + channel, mask=is_channel & (num_slots + 0 * channel > 0), other=0, cache_modifier=".cg")
+            high = tl.load(
+                high_ptr + channel, mask=is_channel & (num_slots + 0 * channel > 0), other=0, cache_modifier=".cg"
+            )
             low = high
             if LOW_BITS > 0:
-                kind: tl.constexpr = tl.int8 if LOW_BITS == 8 else tl.int16
-                low_ptr = tl.multiple_of((slot + LOW_OFFSET).to(tl.pointer_type(kind)), 16)
-                low = tl.load(low_ptr + channel, mask=is_channel & (num_slots + 0 * channel > 1), other=0, cache_modifier=".cg")
+                low_ptr = tl.multiple_of(slot.to(tl.pointer_type(LOW)), 16) + LOW_OFFSET
+                low = tl.load(
+                    low_ptr + channel, mask=is_channel & (num_slots + 0 * channel > 1), other=0, cache_modifier=".cg"
+                )
             values = values + ((high, low, factor),)
         for step in tl.static_range(RANKS_AT_ONCE if NUM_RANKS > RANKS_AT_ONCE else NUM_RANKS):
             total += from_planes(values[step][0], values[step][1], LOW_BITS) * values[step][2]

@@ -233,7 +233,7 @@ def _keep_books(
         began = clock()
         for src in range(NUM_RANKS):
             for local in range(num_own):
-                wait_one(words_at(control, rank, counts + src * num_local + local), launch, AWAIT_COUNTS, rank * 0 + src, deadline, record)  # fmt: skip  # noqa: E501
+                wait_one(words_at(control, rank, counts + src * num_local + local), launch, AWAIT_COUNTS, rank * 0 + src, deadline, record)  # fmt: skip
             tl.store(stats_ptr + src, tl.load(stats_ptr + src) + clock() - began)
     BLOCK: tl.constexpr = COUNT_BLOCK // RANKS if RANKS < COUNT_BLOCK else 1
     src = tl.arange(0, RANKS).to(tl.int64)[None, :]
@@ -271,19 +271,19 @@ def _receive_row(
         local = tl.where(route >= 0, tl.minimum(route // num_max_tokens, num_own - 1), -1)
         peer = tl.arange(0, RANKS).to(tl.int64)[None, :]
         is_before = (local >= 0)[:, None] & (peer < src)
-        words = words_at(control, rank, counts + peer * num_local + tl.maximum(local, 0)[:, None])
-        num_before = wait_all(words, launch, AWAIT_COUNTS, peer + 0 * local[:, None], deadline, record, is_before)
+        there = words_at(control, rank, counts + peer * num_local + tl.maximum(local, 0)[:, None])
+        num_before = wait_all(there, launch, AWAIT_COUNTS, peer + 0 * local[:, None], deadline, record, is_before)
         num_rows = num_max_tokens * NUM_RANKS
         row = tl.minimum(tl.sum(num_before, axis=1) + route % num_max_tokens, num_rows - 1)
         for begin in range(0, ROW_WORDS, COLUMNS):
             column = begin + tl.arange(0, COLUMNS)
             mask = inside(column >= 0, column, ROW_WORDS, COLUMNS)
-            words = load_words(tl.multiple_of(slot.to(tl.pointer_type(WORD)), 16) + column, mask, True)
+            row_words = load_words(tl.multiple_of(slot.to(tl.pointer_type(WORD)), 16) + column, mask, True)
             for k in range(num_topk):
                 expert = pick(local, slots, k)
                 if expert >= 0:
                     at = (expert * num_rows + pick(row, slots, k)) * ROW_WORDS
-                    tl.store(tl.multiple_of(recv_x.to(tl.pointer_type(WORD)), 16) + at + column, words, mask=mask)
+                    tl.store(tl.multiple_of(recv_x.to(tl.pointer_type(WORD)), 16) + at + column, row_words, mask=mask)
         is_place = (slots < num_topk) & (local >= 0)
         place = tl.maximum(local, 0) * num_rows + row
         token_of_place = (token + 0 * place).to(tl.int32)

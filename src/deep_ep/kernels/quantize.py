@@ -11,7 +11,6 @@ plane gets 0x3F80, the low plane 0x80.
 import triton
 import triton.language as tl
 
-
 MAX_FP8 = tl.constexpr(448.0)
 INVERSE_MAX_FP8 = tl.constexpr(1.0 / 448.0)
 MIN_AMAX = tl.constexpr(1e-4)

@@ -136,7 +136,12 @@ def begin(state, timeout):
         deadline = timeout
     else:
         deadline = tl.inline_asm_elementwise(
-            "{ mov.u64 $0, %globaltimer; add.u64 $0, $0, $1; }", "=&l,l", [timeout], dtype=tl.int64, is_pure=False, pack=1
+            "{ mov.u64 $0, %globaltimer; add.u64 $0, $0, $1; }",
+            "=&l,l",
+            [timeout],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
         )
     return launch, tl.where(tl.load(state + STATE_BROKEN) != 0, 0, deadline)
 
