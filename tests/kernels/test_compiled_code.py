@@ -10,11 +10,11 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
-import triton.language as tl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-from deep_ep.kernels import combine, dispatch, layout  # noqa: E402
+from deep_ep.kernels import combine, dispatch, layout
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

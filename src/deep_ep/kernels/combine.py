@@ -218,7 +218,7 @@ def _add_tile(
                 j, send_head, channel_prefix, rank_prefix, token, num_tokens, num_rows, num_slots, num_channels,
                 tokens_per_channel, rank, NUM_RANKS, RANKS,
             )  # fmt: skip
-            places = places + (place,)  # noqa: RUF005 (Triton has no unpacking)
+            places = places + (place,)
     if TOPK > 0:
         _add_weights(
             combined_weights, topk_weights, staged + weights_offset, send_head, channel_prefix, rank_prefix, token,
