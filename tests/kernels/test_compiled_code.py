@@ -85,15 +85,20 @@ def test_odd_rows_move_in_narrow_accesses():
     assert re.search(r"ld\.global\.cg\.b16", dispatch_code(90, align=2).asm["ptx"])
 
 
+FEW_STACK_BYTES = 16
+"""A number or two, kept once per program. What may not be there are rows; a thread holds 32 bytes of them at a time."""
+
+
 @pytest.mark.parametrize("num_ranks", [2, 8])
-def test_dispatch_keeps_everything_in_registers(num_ranks, tmp_path):
+def test_dispatch_keeps_rows_in_registers(num_ranks, tmp_path):
     for has_meta in (False, True):
-        assert num_stack_bytes(dispatch_code(90, has_meta=has_meta, num_ranks=num_ranks), tmp_path) == 0
+        code = dispatch_code(90, has_meta=has_meta, num_ranks=num_ranks)
+        assert num_stack_bytes(code, tmp_path) <= FEW_STACK_BYTES
 
 
-@pytest.mark.parametrize(("num_ranks", "most"), [(2, 0), (8, 16)])
-def test_combine_keeps_nearly_everything_in_registers(num_ranks, most, tmp_path):
-    assert num_stack_bytes(combine_code(90, num_ranks=num_ranks), tmp_path) <= most
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_combine_keeps_rows_in_registers(num_ranks, tmp_path):
+    assert num_stack_bytes(combine_code(90, num_ranks=num_ranks), tmp_path) <= FEW_STACK_BYTES
 
 
 def test_counting_kernels_compile():
