@@ -6,6 +6,7 @@ import torch
 
 import low_latency_cases as cases
 from deep_ep.engines.gpu_low_latency import GpuLowLatencyEngine
+from deep_ep.engines.low_latency_plans import LowLatencyTuning
 from deep_ep.errors import CapacityError, PeerTimeoutError
 from deep_ep.memory.rendezvous import Rendezvous
 from rank_pool import Rank
@@ -45,3 +46,13 @@ def wait_in_vain(rank: Rank) -> str:
         message = str(told.value)
     rank.meet("over")
     return message
+
+
+def sum_in_bits(rank: Rank, wire_bits: int) -> None:
+    """Combine with sums of so many bits; the error must be within what those allow."""
+    interpreter_fixes.install()
+    tuning = LowLatencyTuning(wire_bits=wire_bits)
+    engine = GpuLowLatencyEngine(Rendezvous(rank.group), 60.0, torch.device("cpu"), tuning=tuning)
+    case = cases.Case(3, 200, 4, 4, num_tokens=3, masked=0.0, wire_bits=wire_bits)
+    cases.run_round(engine, case, rank.rank, rank.num_ranks, wire_bits, "cpu")
+    engine.close()

@@ -21,3 +21,9 @@ def test_a_peer_that_does_not_call_is_named():
     with FreshRanks(2, steps.wait_in_vain, env=INTERPRETED) as ranks:
         message, _ = ranks.results(timeout_s=200.0)
     assert "waited 0.5 s for rank 1" in message
+
+
+@pytest.mark.parametrize("wire_bits", [16, 24, 32])
+def test_sums_are_as_exact_as_their_bits_allow(wire_bits):
+    with FreshRanks(2, steps.sum_in_bits, wire_bits, env=INTERPRETED) as ranks:
+        ranks.results(timeout_s=200.0)

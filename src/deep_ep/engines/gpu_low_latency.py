@@ -51,6 +51,7 @@ _SPINS_PER_SECOND = 4000
 """About as often as the interpreter can look at a signal."""
 _INTERPRETED_PROGRAMS = 24
 _NATIVE_FP8_CAPABILITY = (8, 9)
+_SHARED_THREADS_PER_SM = 256
 
 
 class _Memory(Protocol):
@@ -375,7 +376,12 @@ class GpuLowLatencyEngine:
         properties = torch.cuda.get_device_properties(self.device)
         mine = int(str(properties.uuid).replace("-", "")[:12], 16)
         num_sharing = sum(theirs == [mine] for theirs in self._all_gather([mine]))
-        return max(properties.multi_processor_count * self.tuning.programs_per_sm // num_sharing, 8)
+        programs_per_sm = self.tuning.programs_per_sm
+        if num_sharing > 1:
+            # Receivers of one rank must not keep senders of another from running, so all of them have to fit, at up to
+            # 255 registers a thread. A rank alone needs no such care: its senders start before its receivers.
+            programs_per_sm = min(programs_per_sm, _SHARED_THREADS_PER_SM // (32 * self.tuning.num_warps))
+        return max(properties.multi_processor_count * programs_per_sm // num_sharing, 8)
 
     def _dispatch_plan(self, kernels: _Kernels, request: LowLatencyDispatchRequest) -> DispatchPlan:
         shape = Shape(

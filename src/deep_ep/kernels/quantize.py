@@ -26,12 +26,12 @@ def from_bf16_bits(bits):
 def round_to_bits(values, LOW_BITS: tl.constexpr):
     """Round float32 values to their first 16 + `LOW_BITS` bits; return those, as low bits of int32."""
     bits = values.to(tl.int32, bitcast=True)
-    if LOW_BITS == 16:
-        return bits
-    cut: tl.constexpr = 16 - LOW_BITS
-    rounded = (bits + ((1 << (cut - 1)) - 1) + ((bits >> cut) & 1)) >> cut
-    # Rounding could carry the bits of a NaN over into those of a number.
-    return tl.where(values == values, rounded, 0x7FC00000 >> cut)
+    if LOW_BITS < 16:
+        cut: tl.constexpr = 16 - LOW_BITS
+        rounded = (bits + ((1 << (cut - 1)) - 1) + ((bits >> cut) & 1)) >> cut
+        # Rounding could carry the bits of a NaN over into those of a number.
+        bits = tl.where(values == values, rounded, 0x7FC00000 >> cut)
+    return bits
 
 
 @triton.jit
