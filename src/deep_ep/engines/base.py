@@ -211,7 +211,7 @@ class LowLatencyCombineRequest:
         topk_idx: `[T, K]`, as it was dispatched.
         topk_weights: `[T, K]` float32.
         handle: What the dispatch gave.
-        use_logfmt: Whether rows may cross in the 10-bit logarithmic format.
+        use_logfmt: Whether what crosses may be less precise.
         out: `[T, H]` bfloat16 to write to, or None.
         wait_stats: As in the dispatch.
     """
