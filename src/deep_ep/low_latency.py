@@ -128,8 +128,8 @@ class LowLatencyCalls:
             topk_idx: `[num_tokens, num_topk]`, as it was dispatched.
             topk_weights: `[num_tokens, num_topk]` float32.
             handle: What `low_latency_dispatch` returned.
-            use_logfmt: Let what crosses be less precise, as V1 does with its 10-bit format: on GPUs a sum of several rows
-                then travels in 16 bits instead of 24. CPU ranks send bfloat16 rows in any case.
+            use_logfmt: Let what crosses be less precise, as V1 does with its 10-bit format: on GPUs a sum of several
+                rows then travels in 16 bits instead of 24. CPU ranks send bfloat16 rows in any case.
             zero_copy: Take rows from the tensor that `get_next_low_latency_combine_buffer` returned, not from `x`.
             async_finish: As in the dispatch, like the next one.
             return_recv_hook: See above.
