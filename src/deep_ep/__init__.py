@@ -1,18 +1,45 @@
 """Expert-parallel communication for mixture-of-experts models, with the interface of DeepEP.
 
 Importing this package has no side effect: it starts nothing, reads no setting, and needs neither a GPU nor Triton.
+What it exports is loaded when it is first named, so that `deep-ep --help` need not wait for torch.
 """
 
-from importlib.metadata import PackageNotFoundError, version
+from __future__ import annotations
 
-from deep_ep import utils
-from deep_ep.buffer import Buffer
-from deep_ep.config import Config, topk_idx_t
-from deep_ep.events import EventHandle, EventOverlap
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deep_ep import utils
+    from deep_ep.buffer import Buffer
+    from deep_ep.config import Config, topk_idx_t
+    from deep_ep.events import EventHandle, EventOverlap
 
 try:
     __version__ = version("deep-ep")
 except PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0.0.0"
 
+_HOMES = {
+    "Buffer": "deep_ep.buffer",
+    "Config": "deep_ep.config",
+    "EventHandle": "deep_ep.events",
+    "EventOverlap": "deep_ep.events",
+    "topk_idx_t": "deep_ep.config",
+}
+
 __all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "__version__", "topk_idx_t", "utils"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "utils":
+        return import_module("deep_ep.utils")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value = getattr(import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
