@@ -23,6 +23,7 @@ from deep_ep.engines.gpu import GpuEngine
 from deep_ep.engines.gpu_low_latency import GpuLowLatencyEngine
 from deep_ep.errors import ConfigError, DestroyedError, UnsupportedError
 from deep_ep.events import EventHandle, EventOverlap
+from deep_ep.latency import LatencyMonitor
 from deep_ep.low_latency import LowLatencyCalls
 from deep_ep.memory.rendezvous import Rendezvous
 from deep_ep.streams import CpuStreams, CudaStreams, Event
@@ -61,6 +62,7 @@ class Buffer(LowLatencyCalls):
     Attributes:
         group, group_size, rank: The ranks, their number, this rank.
         num_nvl_bytes, num_rdma_bytes, low_latency_mode, explicitly_destroy, enable_shrink: As they were passed.
+        latency: How long calls take, a `deep_ep.latency.LatencyMonitor`.
         num_sms, num_nvlink_channels: Class attributes, see `set_num_sms` and `set_nvlink_channels`.
 
     Raises:
@@ -112,9 +114,11 @@ class Buffer(LowLatencyCalls):
         self.explicitly_destroy = explicitly_destroy
         timeout_s = env.TIMEOUT_S.get() if timeout_s is None else timeout_s
         self._device = _choose_device(device)
+        waited_ns: list[int] | None = None
         if self._device.type == "cpu":
             cpu_engine = CpuEngine(rendezvous, int(num_nvl_bytes), timeout_s)
             self._engine, self._streams = cpu_engine, CpuStreams()
+            waited_ns = cpu_engine.exchanger.control.waited_ns
             if low_latency_mode:
                 self._low_latency = CpuLowLatencyEngine(cpu_engine.exchanger)
         else:
@@ -131,6 +135,8 @@ class Buffer(LowLatencyCalls):
                 self._low_latency = GpuLowLatencyEngine(
                     rendezvous, timeout_s, self._device, use_peer_access=env.USE_P2P.get()
                 )
+
+        self.latency = LatencyMonitor(self.rank, self.group_size, self._device, waited_ns)
 
     # Lifetime
 
@@ -302,7 +308,10 @@ class Buffer(LowLatencyCalls):
         checks.check_at_least("num_experts", num_experts, 1)
         topk_idx = checks.check_topk_idx(topk_idx, "num_tokens", num_experts, engine.device)
         layout, event = self._streams.run(
-            lambda: engine.compute_layout(topk_idx, num_experts), (topk_idx,), previous_event, async_finish
+            lambda: self.latency.run("get_dispatch_layout", engine.compute_layout, topk_idx, num_experts),
+            (topk_idx,),
+            previous_event,
+            async_finish,
         )
         return layout.num_tokens_per_rank, None, layout.num_tokens_per_expert, layout.is_token_in_rank, event
 
@@ -371,7 +380,10 @@ class Buffer(LowLatencyCalls):
             checked = checks.check_handle(handle, self.group_size, engine.device, rows.size(0))
             cached = CachedDispatchRequest(x=rows, scales=scales, handle=checked, config=config)
             recv, event = self._streams.run(
-                lambda: engine.dispatch_cached(cached), (cached,), previous_event, async_finish
+                lambda: self.latency.run("cached_dispatch", engine.dispatch_cached, cached),
+                (cached,),
+                previous_event,
+                async_finish,
             )
             return _pair(*recv), None, None, None, None, event
         layout = checks.check_layout(
@@ -396,7 +408,9 @@ class Buffer(LowLatencyCalls):
                 "a dispatch with new routing waits on the host for its counts, which a CUDA graph cannot capture",
                 hint="pass num_worst_tokens, or a handle",
             )
-        result, event = self._streams.run(lambda: engine.dispatch(request), (request,), previous_event, async_finish)
+        result, event = self._streams.run(
+            lambda: self.latency.run("dispatch", engine.dispatch, request), (request,), previous_event, async_finish
+        )
         return (
             _pair(result.x, result.scales),
             result.topk_idx,
@@ -447,7 +461,9 @@ class Buffer(LowLatencyCalls):
         rows, weights, biases = checks.check_combine(x, topk_weights, bias, checked, engine.device)
         config = self._config(config, self.get_combine_config)
         request = CombineRequest(x=rows, topk_weights=weights, biases=biases, handle=checked, config=config)
-        combined, event = self._streams.run(lambda: engine.combine(request), (request,), previous_event, async_finish)
+        combined, event = self._streams.run(
+            lambda: self.latency.run("combine", engine.combine, request), (request,), previous_event, async_finish
+        )
         return *combined, event
 
     def _running(self) -> Engine:

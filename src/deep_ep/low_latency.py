@@ -18,6 +18,7 @@ from deep_ep.engines.base import (
 )
 from deep_ep.errors import ConfigError, DestroyedError
 from deep_ep.events import EventOverlap
+from deep_ep.latency import LatencyMonitor
 from deep_ep.streams import Streams
 
 R = TypeVar("R")
@@ -29,6 +30,7 @@ class LowLatencyCalls:
 
     group_size: int
     low_latency_mode: bool
+    latency: LatencyMonitor
     _low_latency: LowLatencyEngine | None
     _streams: Streams
     _device: torch.device
@@ -98,12 +100,16 @@ class LowLatencyCalls:
             recv_stats=checks.check_stats(
                 "cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, torch.int32, device
             ),
-            wait_stats=checks.check_stats(
-                "dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, torch.int64, device, self.group_size
+            wait_stats=self._wait_stats(
+                "dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, "low_latency_dispatch", return_recv_hook
             ),
         )
         result, event, hook = self._issue(
-            lambda: engine.dispatch(request, split=return_recv_hook), (request,), async_finish, return_recv_hook
+            "low_latency_dispatch",
+            lambda: engine.dispatch(request, split=return_recv_hook),
+            (request,),
+            async_finish,
+            return_recv_hook,
         )
         recv_x = result.x if result.scales is None else (result.x, result.scales)
         return recv_x, result.recv_count, result.handle, event, hook
@@ -176,12 +182,16 @@ class LowLatencyCalls:
             handle=checked,
             use_logfmt=use_logfmt,
             out=None if out is None else checks.check_tensor("out", out, device=device, shape=shape_out, dtypes=bf16),
-            wait_stats=checks.check_stats(
-                "combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, torch.int64, device, self.group_size
+            wait_stats=self._wait_stats(
+                "combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, "low_latency_combine", return_recv_hook
             ),
         )
         return self._issue(
-            lambda: engine.combine(request, split=return_recv_hook), (request,), async_finish, return_recv_hook
+            "low_latency_combine",
+            lambda: engine.combine(request, split=return_recv_hook),
+            (request,),
+            async_finish,
+            return_recv_hook,
         )
 
     def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> Tensor:
@@ -225,14 +235,27 @@ class LowLatencyCalls:
         )
 
     def _issue(
-        self, call: Callable[[], Pending[R]], arguments: tuple[object, ...], async_finish: bool, has_hook: bool
+        self,
+        operation: str,
+        call: Callable[[], Pending[R]],
+        arguments: tuple[object, ...],
+        async_finish: bool,
+        has_hook: bool,
     ) -> tuple[R, EventOverlap, Hook | None]:
         """Run a call; both halves of one with a hook run on the stream that is current now."""
+        run = self.latency.run
         if not has_hook:
-            pending, event = self._streams.run(call, arguments, None, async_finish)
+            pending, event = self._streams.run(lambda: run(operation, call), arguments, None, async_finish)
             return pending.result, event, None
-        pending = call()
-        return pending.result, EventOverlap(None), self._streams.bind(pending.finish)
+        pending = run(f"{operation}_send", call)
+        finish, recv = pending.finish, f"{operation}_recv"
+        return pending.result, EventOverlap(None), self._streams.bind(lambda: run(recv, finish))
+
+    def _wait_stats(self, name: str, given: Tensor | None, operation: str, has_hook: bool) -> Tensor | None:
+        """Return where a call counts its waits: what the program gave, or now and then what the monitor keeps."""
+        if given is None:
+            return self.latency.wait_stats(f"{operation}_send" if has_hook else operation)
+        return checks.check_stats(name, given, torch.int64, self._device, self.group_size)
 
 
 def _check_flags(async_finish: bool, return_recv_hook: bool) -> None:

@@ -58,6 +58,7 @@ class Control:
 
     Attributes:
         last_wait_ns: How long the last wait was for each rank.
+        waited_ns: How long all waits were for each rank together.
     """
 
     def __init__(self, rank: int, num_ranks: int, all_gather: AllGather, timeout_s: float) -> None:
@@ -66,6 +67,7 @@ class Control:
         self._memory = HostMemory(ControlLayout.NUM_BYTES, rank, all_gather)
         self._blocks = [self._memory.bytes_of(peer).cast("q") for peer in range(num_ranks)]
         self.last_wait_ns = [0] * num_ranks
+        self.waited_ns = [0] * num_ranks
         self._step = 0
         self._failure: str | None = None
         # With fewer cores than ranks, a rank that spins keeps the one it waits for from running.
@@ -159,6 +161,8 @@ class Control:
                     still_missing.append(peer)
             missing = still_missing
             if not missing:
+                for peer, waited_ns in enumerate(self.last_wait_ns):
+                    self.waited_ns[peer] += waited_ns
                 return
             waited_s = waited_ns * 1e-9
             if waited_s < self._spin_s:
