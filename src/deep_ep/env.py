@@ -74,6 +74,15 @@ USE_P2P = EnvVar(
     "Whether GPUs of a host address each other's memory; 0 makes them go through pinned host memory.",
 )
 
+NODE_ID = EnvVar(
+    "DEEP_EP_NODE_ID",
+    str,
+    "",
+    "a word",
+    "The host of this rank, in place of what is found out; ranks of one machine with different words are taken for "
+    "ranks of different hosts.",
+)
+
 DISABLE_SM90_FEATURES = EnvVar(
     "DISABLE_SM90_FEATURES",
     _switch,
@@ -90,9 +99,10 @@ DISABLE_AGGRESSIVE_PTX_INSTRS = EnvVar(
     "1 makes kernels use no cache hints on the loads and stores of rows.",
 )
 
-ALL_VARIABLES: tuple[EnvVar[float] | EnvVar[bool], ...] = (
+ALL_VARIABLES: tuple[EnvVar[float] | EnvVar[bool] | EnvVar[str], ...] = (
     TIMEOUT_S,
     USE_P2P,
+    NODE_ID,
     DISABLE_SM90_FEATURES,
     DISABLE_AGGRESSIVE_PTX_INSTRS,
 )
