@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deep_ep.engines import few
 from deep_ep.engines.base import Handle, Layout, LowLatencyHandle
 from deep_ep.engines.exchange import DTYPES
 from deep_ep.errors import ConfigError
@@ -41,10 +42,7 @@ def check_tensor(
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     sizes = tensor.shape
-    fits = len(sizes) == len(shape)
-    for size, actual in zip(shape, sizes, strict=False):
-        fits = fits and (size == actual or type(size) is str)
-    if not fits:
+    if sizes != shape and (len(sizes) != len(shape) or any(map(_differ, shape, sizes))):
         hint = f"pass {name}.view(-1, {name}.size(-1))" if len(sizes) > 2 == len(shape) else None
         wanted = ", ".join(str(size) for size in shape)
         raise ConfigError(f"{name} must have shape [{wanted}], got {list(sizes)}", hint)
@@ -56,6 +54,10 @@ def check_tensor(
     if tensor.requires_grad:
         tensor = tensor.detach()
     return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def _differ(size: int | str, actual: int) -> bool:
+    return size != actual and type(size) is not str
 
 
 def check_rows(x: object, device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -76,7 +78,8 @@ def check_topk_idx(topk_idx: object, num_tokens: int | str, num_experts: int, de
     """Check expert ids: -1, or one of the experts. On a GPU their values are not looked at: that would mean to wait."""
     idx = check_tensor("topk_idx", topk_idx, device=device, shape=(num_tokens, "num_topk"), dtypes=_IDX_DTYPES)
     if device.type == "cpu" and idx.numel():
-        for value in map(int, torch.aminmax(idx)):
+        values = idx.view(-1).tolist() if few.is_few(idx.numel()) else [int(end) for end in torch.aminmax(idx)]
+        for value in (min(values), max(values)):
             if not -1 <= value < num_experts:
                 raise ConfigError(f"topk_idx must be -1 or from 0 to num_experts - 1 = {num_experts - 1}, got {value}")
     return idx

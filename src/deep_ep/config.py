@@ -7,6 +7,7 @@ from them asks for the same bytes as before.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -145,11 +146,13 @@ _COMBINE_TABLE = {
 }
 
 
+@lru_cache
 def dispatch_config(num_ranks: int, num_sms: int) -> Config:
     """Return the recommended dispatch config for a group size."""
     return _lookup(_DISPATCH_TABLE, num_ranks, num_sms)
 
 
+@lru_cache
 def combine_config(num_ranks: int, num_sms: int) -> Config:
     """Return the recommended combine config for a group size."""
     return _lookup(_COMBINE_TABLE, num_ranks, num_sms)

@@ -6,16 +6,16 @@ Each rank of a host owns two kinds of memory that every other rank of the host h
 - **segments**, which hold rows. A call uses one **extent** of one segment, cut into **sections** by
   `DispatchLayout` or `CombineLayout`. Senders and the receiver compute the same offsets from the same integers.
 
-Example: rank 1 receives two rows of 6 bytes from rank 0 and one from itself, with a scale of 4 bytes each and one
-expert id, one weight and a source index as record::
+Example: rank 1 receives two rows of 6 bytes from rank 0 and one from itself, with a scale of 4 bytes each; after the
+scales come expert ids, weights and source indices, in sections of their own::
 
     control block of rank 1               an extent of rank 1, from its offset on
-    +------+---------+--------+--------+  +------------------+------------------+------------------+
-    | step | written | area 0 | area 1 |  | x: 3 rows x 6 B  | scales           | records          |
-    |      | failed  |        |        |  | row 0, 1: rank 0 | 3 rows x 4 B     | 3 rows x 16 B    |
-    +------+---------+--------+--------+  | row 2: rank 1    | in the same order| in the same order|
-    0      128       256    8448   16640  +------------------+------------------+------------------+
-                                          0                  128                256              384
+    +------+---------+--------+--------+  +------------------+------------------+----------+---
+    | step | written | area 0 | area 1 |  | x: 3 rows x 6 B  | scales           | topk_idx | ...
+    |      | failed  |        |        |  | row 0, 1: rank 0 | 3 rows x 4 B     |          |
+    +------+---------+--------+--------+  | row 2: rank 1    | in the same order|          |
+    0      128       256    8448   16640  +------------------+------------------+----------+---
+                                          0                  128                256
 """
 
 from __future__ import annotations
@@ -49,23 +49,33 @@ class ControlLayout:
 class DispatchLayout:
     """The sections of the extent that one rank receives a dispatch into; each attribute is a byte offset.
 
-    A **record** is what travels beside a token's row, in words of 4 bytes: its expert ids, its weights, and its index
-    at the source.
-
     Args:
         num_rows: Rows of the receiver, from all ranks.
         row_bytes: Bytes of one row of x.
         scale_row_bytes: Bytes of one token's scales, 0 without scales.
-        record_bytes: Bytes of one record, 0 without records.
+        num_topk: Expert ids, and weights, of one token; 0 without them.
+        topk_idx_bytes: Bytes of one expert id.
+        has_src_idx: Whether the index of each row at its source travels too.
     """
 
-    __slots__ = ("num_bytes", "records", "scales", "x")
+    __slots__ = ("num_bytes", "scales", "src_idx", "topk_idx", "topk_weights", "x")
 
-    def __init__(self, *, num_rows: int, row_bytes: int, scale_row_bytes: int, record_bytes: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_rows: int,
+        row_bytes: int,
+        scale_row_bytes: int,
+        num_topk: int,
+        topk_idx_bytes: int,
+        has_src_idx: bool,
+    ) -> None:
         self.x = 0
         self.scales = align(num_rows * row_bytes)
-        self.records = self.scales + align(num_rows * scale_row_bytes)
-        self.num_bytes = self.records + align(num_rows * record_bytes)
+        self.topk_idx = self.scales + align(num_rows * scale_row_bytes)
+        self.topk_weights = self.topk_idx + align(num_rows * num_topk * topk_idx_bytes)
+        self.src_idx = self.topk_weights + align(num_rows * num_topk * 4)
+        self.num_bytes = self.src_idx + align(num_rows * 4 * has_src_idx)
 
 
 class CombineLayout:

@@ -9,16 +9,27 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from collections.abc import Mapping
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from deep_ep.engines import rows
+from deep_ep.engines import few, rows
 from deep_ep.engines.base import CachedDispatchRequest, CombineRequest, DispatchRequest, DispatchResult, Handle, Layout
 from deep_ep.engines.exchange import CALLS, DTYPES, Exchange, Exchanger, Header, check_worst_tokens
-from deep_ep.engines.routing import compute_channels, compute_layout, expert_range, local_expert, token_numbers
+from deep_ep.engines.routing import (
+    Channels,
+    Tokens,
+    compute_channels,
+    compute_layout,
+    expert_range,
+    local_expert,
+    local_expert_list,
+    token_numbers,
+    tokens_by_rank,
+)
 from deep_ep.errors import ConfigError
 from deep_ep.layout import CombineLayout, DispatchLayout
 from deep_ep.memory.rendezvous import Rendezvous
@@ -47,36 +58,42 @@ class CpuEngine:
 
     def dispatch(self, request: DispatchRequest) -> DispatchResult:
         """Send tokens to the ranks of their experts."""
-        layout, x, scales, topk_idx = request.layout, request.x, request.scales, request.topk_idx
+        layout, x, topk_idx = request.layout, request.x, request.topk_idx
         channels = compute_channels(layout.is_token_in_rank, request.config.num_channels)
-        send_counts = _check_counts(layout, channels.ends)
-        tokens = _tokens_by_rank(layout.is_token_in_rank, send_counts)
-        records = _make_records(x.size(0), topk_idx, request.topk_weights)
+        send_counts = _check_counts(layout, channels)
+        tokens = tokens_by_rank(layout.is_token_in_rank, send_counts)
         header = Header(
             call=CALLS.index("dispatch"),
             dtype=DTYPES.index(x.dtype),
             hidden=x.size(1),
-            scale_row_bytes=_row_bytes(scales),
+            scale_row_bytes=_row_bytes(request.scales),
             num_topk=0 if topk_idx is None else topk_idx.size(1),
             topk_idx_bytes=0 if topk_idx is None else topk_idx.element_size(),
             num_experts=layout.num_tokens_per_expert.numel(),
             num_channels=request.config.num_channels,
             num_worst_tokens=request.num_worst_tokens,
         )
-        told = [*send_counts, *channels.ends.view(-1).tolist(), *layout.num_tokens_per_expert.tolist()]
+        told = [*send_counts, *chain.from_iterable(channels.ends), *layout.num_tokens_per_expert.tolist()]
         exchange = self.exchanger.begin(header, _dispatch_layout, told)
         check_worst_tokens(exchange)
         with self.exchanger.writing(exchange):
-            _write_rows(exchange, tokens, x, scales, records)
+            sections = {
+                "x": x,
+                "scales": request.scales,
+                "topk_idx": topk_idx,
+                "topk_weights": request.topk_weights,
+                "src_idx": token_numbers(x.size(0)),
+            }
+            _write_rows(exchange, tokens, sections)
         self.exchanger.finish(exchange)
-        return self._receive(request, exchange, channels.ends.t().contiguous(), channels.send_head)
+        return self._receive(request, exchange, channels)
 
     def dispatch_cached(self, request: CachedDispatchRequest) -> tuple[Tensor, Tensor | None]:
         """Send tokens the way of an earlier dispatch; return rows and scales."""
         x, scales, is_token_in_rank = request.x, request.scales, request.handle.is_token_in_rank
         num_rows = request.handle.recv_src_idx.numel()
         routing = _read_routing(request.handle, self.rank)
-        tokens = _tokens_by_rank(is_token_in_rank, routing.counts[self.rank])
+        tokens = tokens_by_rank(is_token_in_rank, routing.counts[self.rank])
         header = Header(
             call=CALLS.index("cached dispatch"),
             dtype=DTYPES.index(x.dtype),
@@ -87,7 +104,7 @@ class CpuEngine:
         )
         exchange = self.exchanger.begin(header, _dispatch_layout, counts=routing.counts)
         with self.exchanger.writing(exchange):
-            _write_rows(exchange, tokens, x, scales, None)
+            _write_rows(exchange, tokens, {"x": x, "scales": scales})
         self.exchanger.finish(exchange)
         sizes = [num_rows * _row_bytes(x), num_rows * _row_bytes(scales)]
         recv_x, recv_scales = self.exchanger.take_sections(exchange, sizes)
@@ -98,7 +115,7 @@ class CpuEngine:
         x, weights, biases = request.x, request.topk_weights, request.biases
         is_token_in_rank, num_tokens = request.handle.is_token_in_rank, request.handle.is_token_in_rank.size(0)
         routing = _read_routing(request.handle, self.rank)
-        token_of_row = _tokens(is_token_in_rank, sum(routing.counts[self.rank]))  # a rank gets back what it sent
+        tokens = tokens_by_rank(is_token_in_rank, routing.counts[self.rank])  # a rank gets back what it sent
         counts_back = [list(column) for column in zip(*routing.counts, strict=True)]
         header = Header(
             call=CALLS.index("combine"),
@@ -112,26 +129,18 @@ class CpuEngine:
         own, own_at = exchange.memories[self.rank], exchange.layouts[self.rank]
         own_offset = exchange.places[self.rank].offset
         with self.exchanger.writing(exchange):
-            begins = [0, *accumulate(counts_back[self.rank])]
-            for dst in exchange.receivers():
-                mine, first_row = slice(begins[dst], begins[dst + 1]), exchange.first_row(dst)
-                memory, offset, at = exchange.memories[dst], exchange.places[dst].offset, exchange.layouts[dst]
-                rows.copy(x[mine], memory, offset + at.x + first_row * _row_bytes(x))
-                if weights is not None:
-                    rows.copy(weights[mine], memory, offset + at.topk_weights + first_row * _row_bytes(weights))
+            _return_rows(exchange, {"x": x, "topk_weights": weights}, tokens)
             for i, bias in enumerate(biases):
                 rows.copy(bias, own, own_offset + own_at.biases + i * num_tokens * _row_bytes(x))
         self.exchanger.finish(exchange)
-        token_rows = rows.TokenRows(token_of_row, num_tokens)
-        sum_rows = token_rows
-        if biases:
-            tokens = torch.arange(num_tokens)
-            sum_rows = rows.TokenRows(torch.cat([tokens] * len(biases) + [token_of_row]), num_tokens)
-        num_rows = token_of_row.size(0) + header.num_bias_rows
-        combined_x = sum_rows.sum(own.rows(own_offset + own_at.biases, num_rows, x.size(1), x.dtype))
+        token_rows = rows.TokenRows(tokens, num_tokens, len(biases))
+        num_rows = token_rows.rows.size(0)
+        combined_x = token_rows.sum(own.rows(own_offset + own_at.biases, num_rows, x.size(1), x.dtype))
         if weights is None:
             return combined_x, None
-        shape = (token_of_row.size(0), weights.size(1))
+        if biases:
+            token_rows = rows.TokenRows(tokens, num_tokens, 0)
+        shape = (num_rows - header.num_bias_rows, weights.size(1))
         return combined_x, token_rows.sum(own.rows(own_offset + own_at.topk_weights, *shape, torch.float32))
 
     def local_bytes(self) -> Tensor:
@@ -143,11 +152,7 @@ class CpuEngine:
         self.exchanger.close()
 
     def _receive(
-        self,
-        request: DispatchRequest,
-        exchange: Exchange[DispatchLayout],
-        channel_prefix_matrix: Tensor,
-        send_head: Tensor,
+        self, request: DispatchRequest, exchange: Exchange[DispatchLayout], channels: Channels
     ) -> DispatchResult:
         """Turn what peers wrote and told into what a dispatch returns."""
         x, scales = request.x, request.scales
@@ -155,25 +160,25 @@ class CpuEngine:
         num_rows = request.num_worst_tokens or num_real_rows
         sizes = [num_rows * _row_bytes(x), num_rows * _row_bytes(scales)]
         recv_x, recv_scales = self.exchanger.take_sections(exchange, sizes)
-        topk_idx, topk_weights, src_idx = self._read_records(request, exchange, num_real_rows, num_rows)
-        num_experts = request.layout.num_tokens_per_expert.numel()
-        first_expert, end_expert = expert_range(self.rank, num_experts, self.num_ranks)
-        num_ends = self.num_ranks * request.config.num_channels
-        ends = [told[self.num_ranks : self.num_ranks + num_ends][self.rank :: self.num_ranks] for told in exchange.told]
+        topk_idx, topk_weights = self._read_topk(request, exchange, num_real_rows, num_rows)
+        src_idx = self._read_src_idx(exchange, num_real_rows)
+        num_channels = request.config.num_channels
+        begin, ends_begin = self.num_ranks * (1 + num_channels), self.num_ranks + self.rank * num_channels
+        ends = [told[ends_begin : ends_begin + num_channels] for told in exchange.told]
         per_expert: list[int] = []
         if request.num_worst_tokens == 0:
-            begin = self.num_ranks + num_ends
-            counts = [told[begin + first_expert : begin + end_expert] for told in exchange.told]
+            first, end = expert_range(self.rank, request.layout.num_tokens_per_expert.numel(), self.num_ranks)
+            counts = [told[begin + first : begin + end] for told in exchange.told]
             alignment = request.expert_alignment
             per_expert = [-(-sum(column) // alignment) * alignment for column in zip(*counts, strict=True)]
         psum = list(accumulate(exchange.counts, lambda total, row: [a + b for a, b in zip(total, row, strict=True)]))
         handle = Handle(
             rank_prefix_matrix=_int32_matrix(psum),
-            channel_prefix_matrix=channel_prefix_matrix,
-            recv_channel_prefix_matrix=_int32_matrix([[0, *column[:-1]] for column in ends]),
-            recv_src_idx=src_idx,
+            channel_prefix_matrix=_int32_matrix(channels.ends),
+            recv_channel_prefix_matrix=_int32_matrix([[0, *line[:-1]] for line in ends]),
+            recv_src_idx=_pad(src_idx, num_rows),
             is_token_in_rank=request.layout.is_token_in_rank,
-            send_head=send_head,
+            send_head=channels.send_head,
         )
         return DispatchResult(
             x=_as_rows(recv_x, num_rows, x),
@@ -184,59 +189,46 @@ class CpuEngine:
             handle=handle,
         )
 
-    def _read_records(
+    def _read_src_idx(self, exchange: Exchange[DispatchLayout], num_rows: int) -> Tensor:
+        """Return the index of each row at its source, `[N]` int32."""
+        memory, at, offset = exchange.extent(self.rank)
+        if few.is_few(num_rows):
+            indices = few.values_at(memory.bytes, offset + at.src_idx, num_rows, torch.int32)
+            return few.to_tensor(indices, torch.int32, (num_rows,))
+        return memory.rows(offset + at.src_idx, num_rows, 1, torch.int32).view(-1).clone()
+
+    def _read_topk(
         self, request: DispatchRequest, exchange: Exchange[DispatchLayout], num_real_rows: int, num_rows: int
-    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        """Take the records apart; return expert ids among this rank's, weights and source indices."""
-        topk_idx, topk_weights = request.topk_idx, request.topk_weights
-        memory = exchange.memories[self.rank]
-        offset = exchange.places[self.rank].offset + exchange.layouts[self.rank].records
-        num_words = _record_words(exchange.headers[self.rank])
-        if topk_idx is None or topk_weights is None:
-            return None, None, _copy(memory.rows(offset, num_real_rows, num_words, torch.int32)[:, 0])
-        num_topk, num_experts = topk_idx.size(1), request.layout.num_tokens_per_expert.numel()
-        num_idx_words = num_topk * topk_idx.element_size() // 4
-        record = memory.rows(offset, num_real_rows, num_words, torch.int32)
-        src_idx = _copy(record[:, num_idx_words + num_topk])
-        expert = record.view(topk_idx.dtype)[:, :num_topk]
-        local = local_expert(self.rank, num_experts, self.num_ranks, topk_idx.dtype)[expert]
-        weights = record.view(torch.float32)[:, num_idx_words : num_idx_words + num_topk].masked_fill(local < 0, 0.0)
-        if num_rows > num_real_rows:
-            src_idx, local, weights = (_pad(rows_, num_rows) for rows_ in (src_idx, local, weights))
-        return local, weights, src_idx
-
-
-def _copy(column: Tensor) -> Tensor:
-    """Copy a column of the records, which lie in memory that the next call uses again.
-
-    `contiguous` would copy nothing where there is one column or one row.
-    """
-    return column.clone(memory_format=torch.contiguous_format)
-
-
-def _make_records(num_tokens: int, topk_idx: Tensor | None, topk_weights: Tensor | None) -> Tensor:
-    """Return `[T, P]` int32: what travels beside each token's row. P is even where expert ids have two words."""
-    numbers = token_numbers(num_tokens)
-    if topk_idx is None or topk_weights is None:
-        return numbers
-    parts = [topk_idx.view(torch.int32), topk_weights.view(torch.int32), numbers]
-    if topk_idx.element_size() == 8 and topk_idx.size(1) % 2 == 0:
-        parts.append(numbers)  # 3 K + 1 words would be odd
-    return torch.cat(parts, 1)
-
-
-def _record_words(header: Header) -> int:
-    num_words = header.num_topk * (header.topk_idx_bytes // 4 + 1) + 1
-    return num_words + (num_words % 2 if header.topk_idx_bytes == 8 else 0)
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return expert ids among this rank's, and weights, with 0 where the expert is another rank's."""
+        topk_idx = request.topk_idx
+        if topk_idx is None:
+            return None, None
+        memory, at, offset = exchange.extent(self.rank)
+        dtype, num_experts = topk_idx.dtype, request.layout.num_tokens_per_expert.numel()
+        shape = (num_real_rows, topk_idx.size(1))
+        num_items = shape[0] * shape[1]
+        if few.is_few(num_items):
+            expert_of = local_expert_list(self.rank, num_experts, self.num_ranks)
+            ids = [expert_of[e] for e in few.values_at(memory.bytes, offset + at.topk_idx, num_items, dtype)]
+            values = few.values_at(memory.bytes, offset + at.topk_weights, num_items, torch.float32)
+            kept = [weight if e >= 0 else 0.0 for weight, e in zip(values, ids, strict=True)]
+            local, weights = few.to_tensor(ids, dtype, shape), few.to_tensor(kept, torch.float32, shape)
+        else:
+            expert = memory.rows(offset + at.topk_idx, *shape, dtype)
+            local = local_expert(self.rank, num_experts, self.num_ranks, dtype)[expert]
+            weights = memory.rows(offset + at.topk_weights, *shape, torch.float32).masked_fill(local < 0, 0.0)
+        return _pad(local, num_rows), _pad(weights, num_rows)
 
 
 def _dispatch_layout(header: Header, num_rows: int) -> DispatchLayout:
-    has_records = CALLS[header.call] == "dispatch"
     return DispatchLayout(
         num_rows=max(num_rows, header.num_worst_tokens),
         row_bytes=header.hidden * DTYPES[header.dtype].itemsize,
         scale_row_bytes=header.scale_row_bytes,
-        record_bytes=_record_words(header) * 4 if has_records else 0,
+        num_topk=header.num_topk,
+        topk_idx_bytes=header.topk_idx_bytes,
+        has_src_idx=CALLS[header.call] == "dispatch",
     )
 
 
@@ -250,22 +242,33 @@ def _combine_layout(header: Header, num_rows: int) -> CombineLayout:
 
 
 def _write_rows(
-    exchange: Exchange[DispatchLayout], tokens: list[Tensor], x: Tensor, scales: Tensor | None, records: Tensor | None
+    exchange: Exchange[DispatchLayout], tokens: list[Tokens], sections: Mapping[str, Tensor | None]
 ) -> None:
-    """Copy this rank's rows, and what travels beside them, to where each receiver wants them."""
-    x = rows.as_words(x)
-    scales = None if scales is None else rows.as_words(scales)
+    """Copy this rank's rows to where each receiver wants them; `sections` are named as those of the layout."""
+    is_few = isinstance(tokens[0], list)
+    sources = [(name, rows.Source(x, is_few=is_few)) for name, x in sections.items() if x is not None]
     for dst in exchange.receivers():
-        token_idx = tokens[dst]
-        if token_idx.size(0) == 0:
+        if len(tokens[dst]) == 0:
             continue
-        memory, at, first_row = exchange.memories[dst], exchange.layouts[dst], exchange.first_row(dst)
-        offset = exchange.places[dst].offset
-        rows.gather(x, token_idx, memory, offset + at.x + first_row * _row_bytes(x))
-        if scales is not None:
-            rows.gather(scales, token_idx, memory, offset + at.scales + first_row * _row_bytes(scales))
-        if records is not None:
-            rows.gather(records, token_idx, memory, offset + at.records + first_row * _row_bytes(records))
+        memory, at, offset = exchange.extent(dst)
+        first_row = exchange.first_row(dst)
+        for name, source in sources:
+            source.gather(tokens[dst], memory, offset + getattr(at, name) + first_row * source.row_bytes)
+
+
+def _return_rows(
+    exchange: Exchange[CombineLayout], sections: Mapping[str, Tensor | None], tokens: list[Tokens]
+) -> None:
+    """Copy the rows that came from each rank back to it."""
+    is_few = isinstance(tokens[0], list)
+    sources = [(name, rows.Source(x, is_few=is_few)) for name, x in sections.items() if x is not None]
+    ends = list(accumulate(exchange.counts[exchange.rank]))
+    for dst in exchange.receivers():
+        begin, end = ends[dst] - exchange.counts[exchange.rank][dst], ends[dst]
+        memory, at, offset = exchange.extent(dst)
+        first_row = exchange.first_row(dst)
+        for name, source in sources:
+            source.copy(begin, end, memory, offset + getattr(at, name) + first_row * source.row_bytes)
 
 
 class _Routing(NamedTuple):
@@ -289,36 +292,17 @@ def _read_routing(handle: Handle, rank: int) -> _Routing:
     return _Routing(counts, zlib.crc32(array("q", [n for row in psum for n in row])))
 
 
-def _check_counts(layout: Layout, channel_ends: Tensor) -> list[int]:
+def _check_counts(layout: Layout, channels: Channels) -> list[int]:
     """Return how many tokens go to each rank, by both of the tensors that tell it."""
     told = layout.num_tokens_per_rank.tolist()
-    counted = channel_ends[-1].tolist()
+    counted = [ends[-1] for ends in channels.ends]
     if told != counted:
         raise ConfigError(f"num_tokens_per_rank must be the column sums of is_token_in_rank, {counted}, got {told}")
     return counted
 
 
-def _tokens(is_token_in_rank: Tensor, num_rows: int) -> Tensor:
-    """Return the tokens that go to rank 0, in ascending order, then those that go to rank 1, and so on."""
-    tokens = is_token_in_rank.t().nonzero()[:, 1]
-    if tokens.size(0) != num_rows:
-        raise ConfigError(
-            f"handle must be as dispatch returned it, but its is_token_in_rank names {tokens.size(0)} rows and its "
-            f"rank_prefix_matrix counts {num_rows}"
-        )
-    return tokens
-
-
-def _tokens_by_rank(is_token_in_rank: Tensor, counts: list[int]) -> list[Tensor]:
-    """Return, for each rank, the tokens that go there, in ascending order."""
-    ends = list(accumulate(counts))
-    tokens = _tokens(is_token_in_rank, ends[-1])
-    return [tokens[end - count : end] for end, count in zip(ends, counts, strict=True)]
-
-
 def _int32_matrix(lines: list[list[int]]) -> Tensor:
-    """Return a matrix of Python integers; much cheaper than `torch.tensor`."""
-    return torch.frombuffer(array("i", chain.from_iterable(lines)), dtype=torch.int32).view(len(lines), -1)
+    return few.to_tensor(chain.from_iterable(lines), torch.int32, (len(lines), len(lines[0])))
 
 
 def _row_bytes(rows_: Tensor | None) -> int:
@@ -331,6 +315,8 @@ def _as_rows(data: Tensor, num_rows: int, like: Tensor) -> Tensor:
 
 def _pad(rows_: Tensor, num_rows: int) -> Tensor:
     """Add rows of -1, or of 0 where they are no integers, up to a number of rows."""
+    if len(rows_) == num_rows:
+        return rows_
     value = 0 if rows_.is_floating_point() else -1
     padded = rows_.new_full((num_rows, *rows_.shape[1:]), value)
     padded[: len(rows_)] = rows_

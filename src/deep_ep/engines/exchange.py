@@ -115,6 +115,10 @@ class Exchange(Generic[L]):
     places: list[Extent]
     memories: list[Memory]
 
+    def extent(self, dst: int) -> tuple[Memory, L, int]:
+        """Return the memory of a receiver, the sections of its extent, and the byte where the extent begins."""
+        return self.memories[dst], self.layouts[dst], self.places[dst].offset
+
     def first_row(self, dst: int) -> int:
         """Return where this rank's rows begin among those of a receiver."""
         return sum([row[dst] for row in self.counts[: self.rank]])

@@ -5,10 +5,15 @@ Rows are opaque bytes while they move, so any dtype of any width goes the same w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import cast
 
 import torch
 from torch import Tensor
+
+from deep_ep.engines import few
+from deep_ep.engines.routing import Tokens
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -26,10 +31,14 @@ class Memory:
 
     Args:
         data: All of it, as uint8.
+
+    Attributes:
+        data, bytes: The same memory as a tensor and as bytes.
     """
 
     def __init__(self, data: Tensor) -> None:
         self.data = data
+        self.bytes = few.bytes_of(data)
         self._views: dict[torch.dtype, Tensor] = {}
 
     def rows(self, offset_bytes: int, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
@@ -41,9 +50,42 @@ class Memory:
         return view.as_strided((num_rows, num_columns), (num_columns, 1), offset_bytes // dtype.itemsize)
 
 
+class Source:
+    """Rows that a rank copies to its peers: many at once by a torch operator, few by slices of bytes.
+
+    Args:
+        rows: `[N, H]` of any dtype, contiguous.
+        is_few: Whether slices of bytes are faster.
+    """
+
+    def __init__(self, rows: Tensor, *, is_few: bool) -> None:
+        self._rows = rows
+        self.row_bytes = rows.size(1) * rows.element_size()
+        self._bytes = few.bytes_of(rows) if is_few else None
+        self._words = as_words(rows) if self._bytes is None else rows
+
+    def gather(self, token_idx: Tokens, memory: Memory, offset_bytes: int) -> None:
+        """Copy the named rows to a byte offset."""
+        if isinstance(token_idx, Tensor):
+            gather(self._words, token_idx, memory, offset_bytes)
+            return
+        source, size = self._bytes, self.row_bytes
+        assert source is not None, "a list of tokens means that there are few"
+        chunk = b"".join([source[token * size : (token + 1) * size] for token in token_idx])
+        memory.bytes[offset_bytes : offset_bytes + len(chunk)] = chunk
+
+    def copy(self, begin: int, end: int, memory: Memory, offset_bytes: int) -> None:
+        """Copy rows `begin` to `end - 1` to a byte offset."""
+        if self._bytes is None:
+            copy(self._rows[begin:end], memory, offset_bytes)
+        else:
+            chunk = self._bytes[begin * self.row_bytes : end * self.row_bytes]
+            memory.bytes[offset_bytes : offset_bytes + len(chunk)] = chunk
+
+
 def gather(words: Tensor, token_idx: Tensor, memory: Memory, offset_bytes: int) -> None:
     """Copy the named rows of `words` `[T, W]` to a byte offset."""
-    if words.size(1):
+    if words.size(1) and token_idx.size(0):
         target = memory.rows(offset_bytes, token_idx.size(0), words.size(1), words.dtype)
         torch.index_select(words, 0, token_idx, out=target)
 
@@ -66,16 +108,25 @@ def scatter(
 class TokenRows:
     """Which rows of a table belong to which token: what a combine adds up.
 
-    Example: the table has four rows, of the tokens 0, 1, 1 and 0. Then the rows of token 0 are 0 and 3, and those of
-    token 1 are 1 and 2: `rows` is [0, 3, 1, 2] and `begins` is [0, 2, 4].
+    The table begins with the biases, of all tokens each; then come the rows that each rank returned, in order.
+
+    Example: without biases, rank 0 returned the rows of the tokens 0 and 1, rank 1 those of the tokens 0 and 2. Then
+    the rows of token 0 are 0 and 2: `rows` is [0, 2, 1, 3] and `begins` is [0, 2, 3, 4].
 
     Args:
-        token_of_row: `[N]` int64; the token that each row of the table belongs to.
+        tokens: The tokens whose rows each rank returned.
         num_tokens: How many tokens there are; some may have no row.
+        num_biases: How many biases there are.
     """
 
-    def __init__(self, token_of_row: Tensor, num_tokens: int) -> None:
+    def __init__(self, tokens: Sequence[Tokens], num_tokens: int, num_biases: int) -> None:
         self.num_tokens = num_tokens
+        if all(isinstance(tokens_of_rank, list) for tokens_of_rank in tokens):
+            rows, begins = few.rows_by_token(cast(list[list[int]], tokens), num_tokens, num_biases)
+            self.rows = few.to_tensor(rows, torch.int64, (len(rows),))
+            self.begins = few.to_tensor(begins, torch.int64, (num_tokens + 1,))
+            return
+        token_of_row = torch.cat([_first_numbers(num_tokens)] * num_biases + cast(list[Tensor], tokens))
         # Stable: the rows of a token stay in the order of the table.
         token, self.rows = torch.sort(token_of_row, stable=True)
         self.begins = torch.searchsorted(token, _first_numbers(num_tokens + 1))
