@@ -15,7 +15,9 @@ import deep_ep
 from deep_ep.errors import ConfigError, DeepEPError
 from deep_ep.extras import MissingExtraError
 
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS: dict[str, tuple[str, str]] = {
+    "check": ("deep_ep.check.command:command", "Tell whether this machine is right, and what to do if not."),
+}
 """Of each command the module and the name in it, like `deep_ep.check:command`, and what it does."""
 
 

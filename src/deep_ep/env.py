@@ -43,13 +43,18 @@ class EnvVar(Generic[T]):
     rule: str
     meaning: str
 
+    @property
+    def text(self) -> str:
+        """What the variable is set to; empty if it is not set."""
+        return os.environ.get(self.name, "").strip()
+
     def get(self) -> T:
         """Return the value in force.
 
         Raises:
             ConfigError: If the text cannot be read.
         """
-        text = os.environ.get(self.name, "").strip()
+        text = self.text
         if not text:
             return self.default
         try:
@@ -99,10 +104,29 @@ DISABLE_AGGRESSIVE_PTX_INSTRS = EnvVar(
     "1 makes kernels use no cache hints on the loads and stores of rows.",
 )
 
+NVSHMEM_DIR = EnvVar(
+    "NVSHMEM_DIR",
+    str,
+    "",
+    "a folder",
+    "Where NVSHMEM is installed; `deep-ep check` looks at it, and nothing else does: this version needs none.",
+)
+
 ALL_VARIABLES: tuple[EnvVar[float] | EnvVar[bool] | EnvVar[str], ...] = (
     TIMEOUT_S,
     USE_P2P,
     NODE_ID,
     DISABLE_SM90_FEATURES,
     DISABLE_AGGRESSIVE_PTX_INSTRS,
+    NVSHMEM_DIR,
 )
+
+
+def variables_set(*prefixes: str) -> dict[str, str]:
+    """Return the variables of this process whose names begin with one of the prefixes, in order of their names."""
+    return {name: text for name, text in sorted(os.environ.items()) if name.startswith(prefixes)}
+
+
+def put(variables: dict[str, str]) -> None:
+    """Set variables of this process; for tools that run ranks of their own."""
+    os.environ.update(variables)

@@ -148,8 +148,9 @@ def with_routing(case: Case, routing: str) -> Case:
 
 
 def _low_latency(name: str, num_tokens: int, dtype: str = "fp8") -> Case:
-    shape = {"hidden": 7168, "num_topk": 8, "num_experts": 256}
-    return Case(name=name, mode="low-latency", num_tokens=num_tokens, dtype=dtype, **shape)
+    return Case(
+        name=name, mode="low-latency", num_tokens=num_tokens, hidden=7168, num_topk=8, num_experts=256, dtype=dtype
+    )
 
 
 CASES = {

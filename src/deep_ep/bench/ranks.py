@@ -96,6 +96,7 @@ def run_ranks(
     function: Callable[..., Any],
     *args: Any,
     device: str = "cpu",
+    variables: Callable[[int], dict[str, str]] | None = None,
     timeout_s: float = 600.0,
     on_report: Callable[[Any], None] | None = None,
 ) -> list[Any]:
@@ -106,6 +107,7 @@ def run_ranks(
         function: A function of a module, as its name is sent.
         *args: Its arguments after its `Rank`.
         device: "cpu" or "cuda"; with fewer GPUs than ranks, ranks share them.
+        variables: Gives the environment variables to set on a rank, by its number.
         timeout_s: After so many seconds the ranks are ended.
         on_report: Is given what a rank reports while it runs.
 
@@ -123,7 +125,9 @@ def run_ranks(
         for rank in range(num_ranks):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
-                target=_serve, args=(rank, num_ranks, device, folder, theirs, function, args), daemon=True
+                target=_serve,
+                args=(rank, num_ranks, device, folder, theirs, variables(rank) if variables else {}, function, args),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -169,10 +173,12 @@ def _serve(
     device: str,
     folder: str,
     channel: Connection,
+    variables: dict[str, str],
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
     """Run the function as a rank, and send what it returns or raises."""
+    env.put(variables)
     try:
         with joined(rank, num_ranks, device, f"file://{Path(folder) / 'store'}") as where:
             where.report = lambda value: channel.send(("report", value))

@@ -1,0 +1,114 @@
+"""The command `deep-ep check`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import click
+
+from deep_ep import env
+from deep_ep.check import facts
+from deep_ep.check.exchange import Outcome, paths, try_path
+from deep_ep.check.findings import Finding, Status, judge
+from deep_ep.errors import ConfigError
+from deep_ep.screen import Screen
+
+_EPILOG = """\b
+When something is wrong:
+  NVSHMEM is not found    this version needs none; NVSHMEM_DIR is looked at here
+  connection times out    deep-ep check --ranks N, on each host
+  overlap is not there    deep-ep bench --overlap
+  many experts are slow   deep-ep bench --mode low-latency --experts 32,64,256
+  is it worth it          deep-ep bench compares with torch.distributed
+"""
+
+
+@click.command(epilog=_EPILOG)
+@click.option(
+    "--ranks",
+    "num_ranks",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Bring up so many ranks and do a verified exchange on every path that there is.",
+)
+@click.option(
+    "--timeout-s", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Time limit of each exchange."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print lines of JSON.")
+def command(num_ranks: int, timeout_s: float, as_json: bool) -> None:
+    """Tell whether this machine is right for deep_ep, and what to do if it is not.
+
+    Exit code 1 if there is a problem; warnings are no problem.
+    """
+    screen = Screen()
+    machine = facts.look()
+    findings = judge(machine)
+    _show_findings(screen, findings, as_json=as_json)
+    _show_variables(screen, as_json=as_json)
+    outcomes = []
+    found = paths(len(machine.gpus)) if num_ranks else []
+    with screen.progress("exchanges", len(found)) as advance:
+        for path in found:
+            outcomes.append(try_path(path, num_ranks, timeout_s))
+            advance()
+    if outcomes:
+        _show_outcomes(screen, outcomes, as_json=as_json)
+    num_problems = sum(finding.status is Status.PROBLEM for finding in findings)
+    num_problems += sum(outcome.error is not None for outcome in outcomes)
+    num_warnings = sum(finding.status is Status.WARNING for finding in findings)
+    status = Status.PROBLEM if num_problems else Status.WARNING if num_warnings else Status.OK
+    if as_json:
+        totals = {"status": status, "num_problems": num_problems, "num_warnings": num_warnings}
+        screen.record({"kind": "summary", **totals})
+    else:
+        screen.line(
+            f"{machine.device}:", status, f"({_count(num_problems, 'problem')}, {_count(num_warnings, 'warning')})"
+        )
+        if not num_ranks:
+            screen.note("`deep-ep check --ranks 2` also does a verified exchange on every path.")
+    raise SystemExit(1 if num_problems else 0)
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def _show_findings(screen: Screen, findings: list[Finding], *, as_json: bool) -> None:
+    if as_json:
+        for finding in findings:
+            screen.record({"kind": "finding", **asdict(finding)})
+        return
+    rows = [[f.name, f.found, f.minimum, f.recommended, f.status, f.advice] for f in findings]
+    screen.table(["what", "found", "needed", "recommended", "", "advice"], rows)
+
+
+def _show_variables(screen: Screen, *, as_json: bool) -> None:
+    rows = []
+    for variable in env.ALL_VARIABLES:
+        try:
+            value = str(variable.get())
+        except ConfigError:
+            value = "unreadable"
+        rows.append([variable.name, variable.text or "not set", value, variable.meaning])
+    columns = ["variable", "set to", "in force", "meaning"]
+    if not as_json:
+        screen.table(columns, rows)
+        return
+    for name, text, value, meaning in rows:
+        is_set = text != "not set"
+        fields = {"name": name, "text": text if is_set else None, "in_force": value, "meaning": meaning}
+        screen.record({"kind": "variable", **fields})
+
+
+def _show_outcomes(screen: Screen, outcomes: list[Outcome], *, as_json: bool) -> None:
+    if as_json:
+        for outcome in outcomes:
+            screen.record({"kind": "exchange", **asdict(outcome)})
+        return
+    for outcome in outcomes:
+        word = f"{outcome.path}, {_count(outcome.num_ranks, 'rank')}:"
+        if outcome.error is None:
+            screen.line(word, Status.OK, f"({_count(outcome.num_claims, 'claim')} verified in {outcome.seconds:.1f} s)")
+        else:
+            screen.line(word, Status.PROBLEM, outcome.error)
