@@ -18,10 +18,12 @@ import logging
 import math
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter_ns
 from typing import Any, TypeVar
 
@@ -46,9 +48,16 @@ OPERATIONS = (
     "low_latency_combine_send",
     "low_latency_combine_recv",
 )
+Observer = Callable[..., Any]
+"""Is given `run`, an operation, a call and its arguments; it makes the call and returns what that returned, by
+`run(operation, call, *args)`."""
+
 LOW_LATENCY_THRESHOLD_US = 500.0
 """Above this a low-latency call between GPUs is worth a warning."""
 NUM_KEPT = 1024
+HISTOGRAM_BOUNDS_US = tuple(mantissa * 10.0**exponent for exponent in range(7) for mantissa in (1, 1.5, 2, 3, 5, 7))
+"""What `LatencyStats.histogram` counts by: from 1 us to 7 s."""
+_BOUNDS_NS = tuple(int(bound * 1000) for bound in HISTOGRAM_BOUNDS_US)
 _CALLS_PER_TIMING = 8
 _WARNING_INTERVAL_S = 60.0
 
@@ -65,6 +74,8 @@ class LatencyStats:
         last_us: The last one that was timed, like the next two without the first unless there is no other.
         median_us: Of the last 1024.
         p99_us: Of the last 1024: 99 in 100 took no longer.
+        histogram: Of all that were timed, how many took longer than the bound before and no longer than each bound of
+            `HISTOGRAM_BOUNDS_US`; the last item counts what took longer than any.
     """
 
     num_calls: int
@@ -74,6 +85,7 @@ class LatencyStats:
     last_us: float
     median_us: float
     p99_us: float
+    histogram: tuple[int, ...]
 
 
 class LatencyMonitor:
@@ -104,6 +116,7 @@ class LatencyMonitor:
                     timer.watch(LOW_LATENCY_THRESHOLD_US)
         self._wait_stats: Tensor | None = None
         self._seen_waits = [0] * num_ranks
+        self._observers: list[Observer] = []
 
     def run(self, operation: str, call: Callable[..., R], *args: Any) -> R:
         """Make a call, and time it if it is its turn.
@@ -189,6 +202,28 @@ class LatencyMonitor:
             raise ConfigError(f"threshold_us must be positive or None, got {threshold_us}")
         self._timers[operation].watch(threshold_us)
 
+    def add_observer(self, observer: Observer) -> None:
+        """Let an observer make every call from now on, around the timing. Without one, calls cost no more than before.
+
+        Args:
+            observer: Runs in the thread and on the stream of the call, also while a CUDA graph is captured.
+        """
+        self._observers.append(observer)
+        self._chain_observers()
+
+    def remove_observer(self, observer: Observer) -> None:
+        """Undo `add_observer`."""
+        self._observers.remove(observer)
+        self._chain_observers()
+
+    def _chain_observers(self) -> None:
+        run: Callable[..., Any] = partial(type(self).run, self)
+        for observer in self._observers:
+            run = partial(observer, run)
+        self.run = run  # type: ignore[method-assign]
+        if not self._observers:
+            del self.run  # the method again
+
     def peer_waits_us(self) -> list[float] | None:
         """Return for how long this rank has waited for each peer since the buffer was made, None if nobody knows.
 
@@ -255,6 +290,7 @@ class _Timer:
         self._first_ns = -1
         self._recent_ns: deque[int] = deque(maxlen=NUM_KEPT)
         self._num_folded = self._sum_ns = 0
+        self._histogram = [0] * (len(_BOUNDS_NS) + 1)
         self._next_warning_s = -math.inf
 
     def watch(self, threshold_us: float | None) -> None:
@@ -269,6 +305,8 @@ class _Timer:
             del self.new_ns[: len(times_ns)]  # another thread may have appended meanwhile
             self._num_folded += len(times_ns)
             self._sum_ns += sum(times_ns)
+            for took_ns in times_ns:
+                self._histogram[bisect_left(_BOUNDS_NS, took_ns)] += 1
             if times_ns and self._first_ns < 0:
                 self._first_ns = times_ns.pop(0)
             self._recent_ns.extend(times_ns)
@@ -297,6 +335,7 @@ class _Timer:
                 last_us=recent_ns[-1] / 1e3,
                 median_us=in_order[len(in_order) // 2] / 1e3,
                 p99_us=in_order[-(-len(in_order) * 99 // 100) - 1] / 1e3,
+                histogram=tuple(self._histogram),
             )
 
 

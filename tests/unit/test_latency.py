@@ -51,6 +51,41 @@ def test_old_times_make_room(monkeypatch):
     assert (stats.num_calls, stats.median_us, stats.p99_us) == (1 + 2 * latency.NUM_KEPT, 3, 3)
 
 
+def test_a_histogram_counts_every_time_once(monkeypatch):
+    clock, monitor = Clock(monkeypatch), LatencyMonitor(0, 2, CPU)
+    for us in (9000, 100, 101, 150, 10_000_000):
+        monitor.run("combine", clock.take_us, us)
+    counts = dict(zip((*latency.HISTOGRAM_BOUNDS_US, "more"), monitor.snapshot()["combine"].histogram, strict=True))
+    assert {bound: count for bound, count in counts.items() if count} == {100: 1, 150: 2, 10_000: 1, "more": 1}
+
+
+def test_observers_make_the_calls_while_they_are_there(monkeypatch):
+    clock, monitor = Clock(monkeypatch), LatencyMonitor(0, 2, CPU)
+    seen = []
+
+    def observer(name):
+        def observe(run, operation, call, *args):
+            seen.append((name, operation))
+            result = run(operation, call, *args)
+            seen.append((name, result))
+            return result
+
+        return observe
+
+    inner, outer = observer("inner"), observer("outer")
+    monitor.add_observer(inner)
+    monitor.add_observer(outer)
+    assert monitor.run("combine", lambda us: clock.take_us(us) or us, 7) == 7
+    assert seen == [("outer", "combine"), ("inner", "combine"), ("inner", 7), ("outer", 7)]
+    monitor.remove_observer(inner)
+    monitor.run("combine", clock.take_us, 8)
+    assert len(seen) == 6
+    monitor.remove_observer(outer)
+    assert "run" not in vars(monitor)
+    monitor.run("combine", clock.take_us, 9)
+    assert (len(seen), monitor.snapshot()["combine"].num_calls) == (6, 3)
+
+
 def test_a_call_that_raises_is_not_counted():
     monitor = LatencyMonitor(0, 2, CPU)
     with pytest.raises(ZeroDivisionError):

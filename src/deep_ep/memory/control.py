@@ -34,12 +34,14 @@ import os
 import threading
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from deep_ep.errors import DestroyedError, PeerTimeoutError
 from deep_ep.layout import ControlLayout
 from deep_ep.memory.cpu import HostMemory
 from deep_ep.memory.rendezvous import AllGather
+
+WaitObserver = Callable[[str, str, int, list[int]], None]
 
 _SPIN_S = 200e-6
 _YIELD_S = 2e-3
@@ -112,6 +114,26 @@ class Control:
         self._wait_for_peers(ControlLayout.STEP, step, call, awaited)
         _fence()  # what is read below is what was written before the signals
         return [block[begin:end].tolist() for block in self._blocks]
+
+    def observe_waits(self, observer: WaitObserver | None) -> None:
+        """Tell an observer of every wait for peers from now on; None ends that. Without one, waits cost nothing more.
+
+        Args:
+            observer: Is given the call, what is awaited, when the wait began (`time.monotonic_ns`), and how many ns
+                it was for each rank.
+        """
+        wait = type(self)._wait_for_peers
+
+        def observed(signal: int, value: int, call: str, awaited: str) -> None:
+            start_ns = time.monotonic_ns()
+            wait(self, signal, value, call, awaited)
+            assert observer is not None
+            observer(call, awaited, start_ns, self.last_wait_ns)
+
+        if observer is not None:
+            self._wait_for_peers = observed  # type: ignore[method-assign]
+        elif "_wait_for_peers" in vars(self):
+            del self._wait_for_peers  # the method again
 
     def announce_rows(self, number: int, *, has_failed: bool) -> None:
         """Tell the peers that this rank's rows of a call are written, or never will be.
