@@ -15,7 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deep_ep import checks, env
-from deep_ep.config import Config, combine_config, dispatch_config
+from deep_ep.config import (
+    BufferSizeHint,
+    ClusterProfile,
+    Config,
+    buffer_size_hint,
+    combine_config,
+    dispatch_config,
+)
 from deep_ep.engines.base import CachedDispatchRequest, CombineRequest, DispatchRequest, Engine
 from deep_ep.engines.cpu import CpuEngine
 from deep_ep.engines.cpu_low_latency import CpuLowLatencyEngine
@@ -55,13 +62,16 @@ class Buffer(LowLatencyCalls):
         enable_shrink: Whether ranks may be masked out.
         comm: An mpi4py communicator, for programs without `torch.distributed`; used if `group` is None.
         timeout_s: Seconds a call waits for a peer before it raises `PeerTimeoutError`. None takes DEEP_EP_TIMEOUT_S,
-            or 100.
+            or the profile's.
         device: Where the tensors of all calls are: a CUDA device, or the CPU. None takes the current CUDA device, or
             the CPU where there is none.
+        profile: "small", "medium" or "large", or a `deep_ep.config.ClusterProfile`; the same on all ranks. None
+            chooses by the number of ranks.
 
     Attributes:
         group, group_size, rank: The ranks, their number, this rank.
         num_nvl_bytes, num_rdma_bytes, low_latency_mode, explicitly_destroy, enable_shrink: As they were passed.
+        profile: The `deep_ep.config.ClusterProfile` in force.
         latency: How long calls take, a `deep_ep.latency.LatencyMonitor`.
         num_sms, num_nvlink_channels: Class attributes, see `set_num_sms` and `set_nvlink_channels`.
 
@@ -97,6 +107,7 @@ class Buffer(LowLatencyCalls):
         *,
         timeout_s: float | None = None,
         device: torch.device | str | None = None,
+        profile: ClusterProfile | str | None = None,
     ) -> None:
         self._engine: Engine | None = None
         self._low_latency = None
@@ -112,7 +123,9 @@ class Buffer(LowLatencyCalls):
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
         self.explicitly_destroy = explicitly_destroy
-        timeout_s = env.TIMEOUT_S.get() if timeout_s is None else timeout_s
+        self.profile = ClusterProfile.of(profile, self.group_size)
+        if timeout_s is None:
+            timeout_s = env.TIMEOUT_S.get() or self.profile.timeout_s
         self._device = _choose_device(device)
         waited_ns: list[int] | None = None
         if self._device.type == "cpu":
@@ -239,6 +252,39 @@ class Buffer(LowLatencyCalls):
         recv_bytes = num_slots * max(dispatch_bytes, combine_bytes)
         signal_bytes = -(-num_experts * 4 // 128) * 128
         return (2 * (send_bytes + recv_bytes + signal_bytes) + 128) // 128 * 128
+
+    @staticmethod
+    def get_buffer_size_hint(
+        num_max_tokens_per_rank: int,
+        hidden_bytes: int,
+        num_ranks: int,
+        num_topk: int = 0,
+        num_scales: int = 0,
+        profile: ClusterProfile | str | None = None,
+    ) -> BufferSizeHint:
+        """Return the bytes with which no call in normal mode needs more, whatever the routing: twice an exchange.
+
+        An exchange is largest for a rank to which every rank sends all its tokens. Each row brings `hidden_bytes`, 4
+        bytes per scale, 12 per top-k slot and 8 of its own; 640 bytes are for alignment. Over the network come, from
+        every other host, the tokens of one rank. Twice that is room for a combine while the rows of its dispatch are in
+        use, which on CPU ranks lie there. Hosts are taken to have as many ranks as the profile says.
+
+        Args:
+            num_max_tokens_per_rank: Most tokens that a rank sends in one call.
+            hidden_bytes: Bytes of one token's row.
+            num_ranks: Ranks of the group.
+            num_topk: Top-k slots per token.
+            num_scales: Scales of four bytes per token.
+            profile: As for the constructor.
+
+        Returns:
+            `num_nvl_bytes` and `num_rdma_bytes`, the latter 0 for one host.
+
+        Example:
+            >>> Buffer.get_buffer_size_hint(4096, 14336, 8, num_topk=8)  # 2 * (8 * 4096 * 14440 + 640)
+            BufferSizeHint(num_nvl_bytes=946341120, num_rdma_bytes=0)
+        """
+        return buffer_size_hint(num_max_tokens_per_rank, hidden_bytes, num_ranks, num_topk, num_scales, profile)
 
     def get_comm_stream(self) -> Any:
         """Return the stream that asynchronous calls run on: on CPU ranks, the one stream that a CPU has."""

@@ -1,13 +1,14 @@
-"""Config: the tuning knobs of a normal-mode call, with DeepEP V1's values and size hints.
+"""Config: the tuning knobs of a normal-mode call; ClusterProfile: what follows from the number of ranks alone.
 
-The numbers of the tables and the formulas of the hints are DeepEP V1's, so that a program which sizes its buffer
-from them asks for the same bytes as before.
+The numbers of `Config`'s tables and the formulas of its hints are DeepEP V1's, so that a program which sizes its
+buffer from them asks for the same bytes as before.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -164,3 +165,111 @@ def _lookup(table: dict[int, tuple[int, int, int, int]], num_ranks: int, num_sms
         raise ConfigError(f"num_ranks must be at least 1, got {num_ranks}")
     size = next((size for size in table if size >= num_ranks), max(table))
     return Config(num_sms, *table[size])
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterProfile:
+    """What a group of some size wants of the machines it runs on; `Buffer.profile`.
+
+    A value that is given elsewhere (an argument, a variable of the environment) goes before the profile's.
+
+    Attributes:
+        name: What to call it.
+        num_max_ranks: The largest group that it is chosen for.
+        num_max_nvl_peers: Ranks that a host is taken to have where there is no group to ask: in `buffer_size_hint`.
+        num_qps_per_rank: Connections to each network peer.
+        num_rdma_bytes: Network buffer of a group that spans hosts.
+        num_chunks: Parts that an exchange between hosts is cut into, so that passing on overlaps the network.
+        timeout_s: How long a call waits for a peer.
+        ib_timeout: How long an InfiniBand or RoCE card waits for an answer before it sends again: 4.096 us * 2**n.
+        ib_retry_count: How often it sends again.
+    """
+
+    name: str
+    num_max_ranks: int
+    num_max_nvl_peers: int
+    num_qps_per_rank: int
+    num_rdma_bytes: int
+    num_chunks: int
+    timeout_s: float
+    ib_timeout: int
+    ib_retry_count: int
+
+    @staticmethod
+    def of(choice: ClusterProfile | str | None, num_ranks: int) -> ClusterProfile:
+        """Return the profile of a group.
+
+        Args:
+            choice: A profile, or the name of one, or None to choose by the number of ranks.
+            num_ranks: Ranks of the group.
+
+        Raises:
+            ConfigError: If there is no such profile.
+
+        Example:
+            >>> ClusterProfile.of(None, 16).name
+            'medium'
+        """
+        if isinstance(choice, ClusterProfile):
+            return choice
+        if choice is None:
+            return next(profile for profile in PROFILES.values() if num_ranks <= profile.num_max_ranks)
+        if choice not in PROFILES:
+            raise ConfigError(f"profile must be one of {', '.join(PROFILES)} or a ClusterProfile, got {choice!r}")
+        return PROFILES[choice]
+
+    def warning_of(self, num_network_peers: int, num_nics: int) -> str | None:
+        """Return what to warn of where a host has few network cards for its network peers, else None.
+
+        Args:
+            num_network_peers: Other hosts that a rank exchanges with.
+            num_nics: Network cards of this host; 0 where nobody could tell.
+        """
+        if num_nics == 0 or num_network_peers <= 2 * num_nics:
+            return None
+        return (
+            f"{num_network_peers} network peers share {num_nics} network cards, more than two for each card: they will "
+            f"wait for each other, with {self.num_qps_per_rank} connections to each peer"
+        )
+
+
+# name, most ranks, nvl peers, qps per rank, rdma bytes, chunks, timeout_s, ib_timeout, ib_retry_count
+_PROFILE_TABLE = (
+    ("small", 8, 8, 2, 256 << 20, 4, 100.0, 20, 7),
+    ("medium", 64, 12, 3, 512 << 20, 8, 150.0, 21, 7),
+    ("large", 1 << 31, 16, 4, 1 << 30, 16, 300.0, 22, 7),
+)
+PROFILES = {row[0]: ClusterProfile(*row) for row in _PROFILE_TABLE}
+
+
+class BufferSizeHint(NamedTuple):
+    """Bytes to make a buffer with."""
+
+    num_nvl_bytes: int
+    num_rdma_bytes: int
+
+
+def buffer_size_hint(
+    num_max_tokens_per_rank: int,
+    hidden_bytes: int,
+    num_ranks: int,
+    num_topk: int = 0,
+    num_scales: int = 0,
+    profile: ClusterProfile | str | None = None,
+) -> BufferSizeHint:
+    """Return twice the bytes of the largest exchange; `Buffer.get_buffer_size_hint` says more."""
+    _check_hint_arguments(hidden_bytes, num_ranks)
+    for name, value in {
+        "num_max_tokens_per_rank": num_max_tokens_per_rank,
+        "num_topk": num_topk,
+        "num_scales": num_scales,
+    }.items():
+        if value < 0:
+            raise ConfigError(f"{name} must be at least 0, got {value}")
+    chosen = ClusterProfile.of(profile, num_ranks)
+    num_other_hosts = -(-num_ranks // chosen.num_max_nvl_peers) - 1
+    row_bytes = hidden_bytes + 4 * num_scales + 12 * num_topk + 8
+    slack_bytes = 5 * _BUFFER_ALIGNMENT_BYTES
+    nvl_bytes = num_ranks * num_max_tokens_per_rank * row_bytes + slack_bytes
+    rdma_bytes = num_other_hosts * (num_max_tokens_per_rank * row_bytes + slack_bytes)
+    return BufferSizeHint(2 * nvl_bytes, 2 * rdma_bytes)

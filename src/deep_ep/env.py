@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from deep_ep.errors import ConfigError
 
@@ -63,12 +63,13 @@ class EnvVar(Generic[T]):
             raise ConfigError(f"{self.name} must be {self.rule}, got {text!r}") from None
 
 
-TIMEOUT_S = EnvVar(
+TIMEOUT_S: EnvVar[float | None] = EnvVar(
     "DEEP_EP_TIMEOUT_S",
     _positive_float,
-    100.0,
+    None,
     "a positive number of seconds",
-    "How long a call waits for a peer before it raises PeerTimeoutError.",
+    "How long a call waits for a peer before it raises PeerTimeoutError; without it 100, 150 or 300 for up to 8, up to "
+    "64 or more ranks.",
 )
 
 USE_P2P = EnvVar(
@@ -112,7 +113,7 @@ NVSHMEM_DIR = EnvVar(
     "Where NVSHMEM is installed; `deep-ep check` looks at it, and nothing else does: this version needs none.",
 )
 
-ALL_VARIABLES: tuple[EnvVar[float] | EnvVar[bool] | EnvVar[str], ...] = (
+ALL_VARIABLES: tuple[EnvVar[Any], ...] = (
     TIMEOUT_S,
     USE_P2P,
     NODE_ID,

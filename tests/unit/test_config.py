@@ -1,4 +1,4 @@
-"""Config, its tables and its size hints have the values of DeepEP V1."""
+"""Config, its tables and its size hints have the values of DeepEP V1; profiles have those of the documentation."""
 
 import json
 from types import MappingProxyType
@@ -6,8 +6,10 @@ from types import MappingProxyType
 import pytest
 
 from deep_ep import Buffer, Config
-from deep_ep.config import combine_config, dispatch_config, topk_idx_t
+from deep_ep.config import PROFILES, ClusterProfile, combine_config, dispatch_config, topk_idx_t
 from deep_ep.errors import ConfigError
+from deep_ep.gpu_layout import StagingLayout
+from deep_ep.layout import CombineLayout, DispatchLayout
 
 HIDDEN_BYTES = 7168 * 2
 DISPATCH_ROWS = MappingProxyType(
@@ -161,3 +163,66 @@ def test_hints_refuse(hidden_bytes, num_ranks):
 
 def test_expert_ids_are_64_bits_wide():
     assert topk_idx_t.itemsize == 8
+
+
+def test_profiles_are_chosen_by_the_group_or_by_name():
+    names = {1: "small", 8: "small", 9: "medium", 64: "medium", 65: "large", 4096: "large"}
+    assert {num_ranks: ClusterProfile.of(None, num_ranks).name for num_ranks in names} == names
+    large = ClusterProfile.of("large", 2)
+    assert large is PROFILES["large"]
+    assert ClusterProfile.of(large, 2) is large
+    with pytest.raises(ConfigError, match=r"profile must be one of small, medium, large .* got 'huge'"):
+        ClusterProfile.of("huge", 2)
+
+
+def test_profiles_have_the_documented_values():
+    def column(name):
+        return [getattr(PROFILES[size], name) for size in ("small", "medium", "large")]
+
+    assert column("num_max_nvl_peers") == [8, 12, 16]
+    assert column("num_qps_per_rank") == [2, 3, 4]
+    assert column("num_rdma_bytes") == [256 << 20, 512 << 20, 1 << 30]
+    for name in ("num_chunks", "timeout_s", "ib_timeout"):
+        assert column(name) == sorted(set(column(name)))
+
+
+def test_few_network_cards_are_warned_of():
+    small = PROFILES["small"]
+    assert small.warning_of(16, 8) is None
+    assert small.warning_of(5, 0) is None  # nobody could count them
+    assert small.warning_of(17, 8).startswith("17 network peers share 8 network cards")
+
+
+@pytest.mark.parametrize(("num_tokens", "hidden_bytes", "num_ranks"), [(0, 8, 1), (7, 30, 2), (129, 14336, 8)])
+@pytest.mark.parametrize(("num_topk", "num_scales"), [(0, 0), (7, 3), (8, 56)])
+def test_buffer_size_hint_is_twice_an_exchange(num_tokens, hidden_bytes, num_ranks, num_topk, num_scales):
+    hint = Buffer.get_buffer_size_hint(num_tokens, hidden_bytes, num_ranks, num_topk, num_scales)
+    num_rows = num_tokens * num_ranks
+    assert hint == (2 * (num_rows * (hidden_bytes + 4 * num_scales + 12 * num_topk + 8) + 640), 0)
+    # What the engines need for one exchange, by their own layouts.
+    needs_bytes = [
+        StagingLayout(hidden_bytes, num_topk, 8, num_scales).num_bytes(num_rows),
+        DispatchLayout(
+            num_rows=num_rows,
+            row_bytes=hidden_bytes,
+            scale_row_bytes=4 * num_scales,
+            record_bytes=(12 * num_topk + 4 + 7) // 8 * 8,
+        ).num_bytes,
+        CombineLayout(num_rows=num_rows, row_bytes=hidden_bytes, num_topk=num_topk, num_bias_rows=0).num_bytes,
+    ]
+    assert max(needs_bytes) <= hint.num_nvl_bytes // 2
+
+
+def test_buffer_size_hint_counts_hosts_by_the_profile():
+    row_bytes = 100 + 8
+    for num_ranks, profile, num_other_hosts in (
+        (8, None, 0),
+        (12, None, 0),
+        (13, None, 1),
+        (13, "small", 1),
+        (128, None, 7),
+    ):
+        hint = Buffer.get_buffer_size_hint(10, 100, num_ranks, profile=profile)
+        assert hint.num_rdma_bytes == 2 * num_other_hosts * (10 * row_bytes + 640)
+    with pytest.raises(ConfigError, match="num_topk must be at least 0, got -1"):
+        Buffer.get_buffer_size_hint(10, 100, 8, num_topk=-1)
