@@ -265,7 +265,7 @@ class Buffer(LowLatencyCalls):
         """Return the bytes with which no call in normal mode needs more, whatever the routing: twice an exchange.
 
         An exchange is largest for a rank to which every rank sends all its tokens. Each row brings `hidden_bytes`, 4
-        bytes per scale, 12 per top-k slot and 8 of its own; 640 bytes are for alignment. Over the network come, from
+        bytes per scale, 12 per top-k slot and 4 of its own; 640 bytes are for alignment. Over the network come, from
         every other host, the tokens of one rank. Twice that is room for a combine while the rows of its dispatch are in
         use, which on CPU ranks lie there. Hosts are taken to have as many ranks as the profile says.
 
@@ -281,8 +281,8 @@ class Buffer(LowLatencyCalls):
             `num_nvl_bytes` and `num_rdma_bytes`, the latter 0 for one host.
 
         Example:
-            >>> Buffer.get_buffer_size_hint(4096, 14336, 8, num_topk=8)  # 2 * (8 * 4096 * 14440 + 640)
-            BufferSizeHint(num_nvl_bytes=946341120, num_rdma_bytes=0)
+            >>> Buffer.get_buffer_size_hint(4096, 14336, 8, num_topk=8)  # 2 * (8 * 4096 * 14436 + 640)
+            BufferSizeHint(num_nvl_bytes=946078976, num_rdma_bytes=0)
         """
         return buffer_size_hint(num_max_tokens_per_rank, hidden_bytes, num_ranks, num_topk, num_scales, profile)
 

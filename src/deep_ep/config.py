@@ -268,7 +268,7 @@ def buffer_size_hint(
             raise ConfigError(f"{name} must be at least 0, got {value}")
     chosen = ClusterProfile.of(profile, num_ranks)
     num_other_hosts = -(-num_ranks // chosen.num_max_nvl_peers) - 1
-    row_bytes = hidden_bytes + 4 * num_scales + 12 * num_topk + 8
+    row_bytes = hidden_bytes + 4 * num_scales + 12 * num_topk + 4
     slack_bytes = 5 * _BUFFER_ALIGNMENT_BYTES
     nvl_bytes = num_ranks * num_max_tokens_per_rank * row_bytes + slack_bytes
     rdma_bytes = num_other_hosts * (num_max_tokens_per_rank * row_bytes + slack_bytes)

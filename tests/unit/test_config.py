@@ -198,7 +198,7 @@ def test_few_network_cards_are_warned_of():
 def test_buffer_size_hint_is_twice_an_exchange(num_tokens, hidden_bytes, num_ranks, num_topk, num_scales):
     hint = Buffer.get_buffer_size_hint(num_tokens, hidden_bytes, num_ranks, num_topk, num_scales)
     num_rows = num_tokens * num_ranks
-    assert hint == (2 * (num_rows * (hidden_bytes + 4 * num_scales + 12 * num_topk + 8) + 640), 0)
+    assert hint == (2 * (num_rows * (hidden_bytes + 4 * num_scales + 12 * num_topk + 4) + 640), 0)
     # What the engines need for one exchange, by their own layouts.
     needs_bytes = [
         StagingLayout(hidden_bytes, num_topk, 8, num_scales).num_bytes(num_rows),
@@ -206,7 +206,9 @@ def test_buffer_size_hint_is_twice_an_exchange(num_tokens, hidden_bytes, num_ran
             num_rows=num_rows,
             row_bytes=hidden_bytes,
             scale_row_bytes=4 * num_scales,
-            record_bytes=(12 * num_topk + 4 + 7) // 8 * 8,
+            num_topk=num_topk,
+            topk_idx_bytes=8,
+            has_src_idx=True,
         ).num_bytes,
         CombineLayout(num_rows=num_rows, row_bytes=hidden_bytes, num_topk=num_topk, num_bias_rows=0).num_bytes,
     ]
@@ -214,7 +216,7 @@ def test_buffer_size_hint_is_twice_an_exchange(num_tokens, hidden_bytes, num_ran
 
 
 def test_buffer_size_hint_counts_hosts_by_the_profile():
-    row_bytes = 100 + 8
+    row_bytes = 100 + 4
     for num_ranks, profile, num_other_hosts in (
         (8, None, 0),
         (12, None, 0),
