@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from deep_ep import env
+from deep_ep.config import ClusterProfile
 from deep_ep.errors import ConfigError, DeepEPError, PeerTimeoutError, UnsupportedError
 
 _PRELOADED = ["torch", "torch.distributed", "deep_ep.buffer", "deep_ep.bench.oracle"]
@@ -159,7 +160,8 @@ def joined(rank: int, num_ranks: int, device: str, init_method: str) -> Iterator
         torch.cuda.set_device(chosen)
         if torch.cuda.device_count() >= num_ranks:
             backend = "cpu:gloo,cuda:nccl"
-    limit = timedelta(seconds=env.TIMEOUT_S.get() + 20)
+    timeout_s = env.TIMEOUT_S.get() or ClusterProfile.of(None, num_ranks).timeout_s
+    limit = timedelta(seconds=timeout_s + 20)
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=num_ranks, timeout=limit)
     try:
         yield Rank(rank, num_ranks, chosen, lambda _: None)
