@@ -7,10 +7,11 @@ from functools import partial
 import pytest
 from click.testing import CliRunner
 
+from deep_ep.bench import facts
+from deep_ep.bench.facts import Gpu, Machine, NetworkDevice
 from deep_ep.check import command as check_command
-from deep_ep.check import exchange, facts
+from deep_ep.check import exchange
 from deep_ep.check.exchange import ExchangePath, try_path
-from deep_ep.check.facts import Gpu, Machine, NetworkDevice
 from deep_ep.check.findings import Status, judge, missing_of_nvshmem, nvshmem_version
 from deep_ep.cli import cli
 

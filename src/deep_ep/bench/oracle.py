@@ -104,6 +104,18 @@ class LowLatencyCalls:
         return self.buffer.low_latency_combine(y, self.inputs.topk_idx, self.inputs.topk_weights, handle, **flags)
 
 
+def make_buffer(rank: Rank, *cases: Case) -> Buffer:
+    """Return a buffer that needs no more memory for these cases: twice what a rank may receive."""
+    num_bytes = 0
+    for case in cases:
+        num_rows = rank.num_ranks * case.num_tokens
+        if case.mode != "normal":
+            num_rows *= -(-case.num_experts // rank.num_ranks) if rank.device.type == "cpu" else 0
+        num_bytes = max(num_bytes, 2 * num_rows * (2 * case.hidden + 64))
+    has_low_latency = any(case.mode != "normal" for case in cases)
+    return Buffer(rank.group, num_nvl_bytes=num_bytes, low_latency_mode=has_low_latency, device=rank.device)
+
+
 def verify(rank: Rank, buffer: Buffer, case: Case) -> Iterator[Claim]:
     """Make every call of a case, and compare all that it returns; all ranks together.
 

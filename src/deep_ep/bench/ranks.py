@@ -7,6 +7,7 @@ what it has to say through a pipe; if one fails, all are ended and the first err
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
 import time
 import traceback
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from deep_ep import env
+from deep_ep.bench.launcher import Place
 from deep_ep.config import ClusterProfile
 from deep_ep.errors import ConfigError, DeepEPError, PeerTimeoutError, UnsupportedError
 
@@ -41,6 +43,10 @@ class RankFailedError(DeepEPError):
     def __init__(self, rank: int, message: str, trace: str = "") -> None:
         super().__init__(f"rank {rank}: {message}")
         self.rank, self.trace = rank, trace
+
+
+class RankConfigError(RankFailedError, ConfigError):
+    """What a rank was given breaks a rule."""
 
 
 class Rank:
@@ -144,27 +150,27 @@ def run_ranks(
 
 
 @contextmanager
-def joined(rank: int, num_ranks: int, device: str, init_method: str) -> Iterator[Rank]:
+def joined(place: Place, device: str) -> Iterator[Rank]:
     """Make this process a rank.
 
     Args:
-        rank: Its number.
-        num_ranks: How many there are.
+        place: Its place among the ranks.
         device: "cpu" or "cuda".
-        init_method: Where the ranks meet, as `torch.distributed.init_process_group` takes it.
     """
-    torch.set_num_threads(max(1, torch.get_num_threads() // num_ranks) if device == "cpu" else 1)
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.num_local_ranks) if device == "cpu" else 1)
     backend, chosen = "gloo", torch.device("cpu")
     if device == "cuda":
-        chosen = torch.device("cuda", rank % torch.cuda.device_count())
+        chosen = torch.device("cuda", place.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(chosen)
-        if torch.cuda.device_count() >= num_ranks:
+        if torch.cuda.device_count() >= place.num_local_ranks:
             backend = "cpu:gloo,cuda:nccl"
-    timeout_s = env.TIMEOUT_S.get() or ClusterProfile.of(None, num_ranks).timeout_s
+    timeout_s = env.TIMEOUT_S.get() or ClusterProfile.of(None, place.num_ranks).timeout_s
     limit = timedelta(seconds=timeout_s + 20)
-    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=num_ranks, timeout=limit)
+    dist.init_process_group(
+        backend, init_method=place.init_method, rank=place.rank, world_size=place.num_ranks, timeout=limit
+    )
     try:
-        yield Rank(rank, num_ranks, chosen, lambda _: None)
+        yield Rank(place.rank, place.num_ranks, chosen, lambda _: None)
     finally:
         dist.destroy_process_group()
 
@@ -182,13 +188,16 @@ def _serve(
     """Run the function as a rank, and send what it returns or raises."""
     env.put(variables)
     try:
-        with joined(rank, num_ranks, device, f"file://{Path(folder) / 'store'}") as where:
+        place = Place(rank, num_ranks, rank, num_ranks, f"file://{Path(folder) / 'store'}")
+        with joined(place, device) as where:
             where.report = lambda value: channel.send(("report", value))
             result = function(where, *args)
             dist.barrier()
         channel.send(("result", result))
     except PeerTimeoutError as error:
         channel.send(("late", (str(error), "")))
+    except ConfigError as error:
+        channel.send(("usage", (str(error), "")))
     except DeepEPError as error:
         channel.send(("error", (str(error), "")))
     except Exception as error:
@@ -228,8 +237,8 @@ def _collect(
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
     if failures:
         # A rank that waited in vain fails because of another.
-        _, rank, (message, trace) = min(failures, key=lambda failure: failure[0] != "error")
-        raise RankFailedError(rank, message, trace)
+        kind, rank, (message, trace) = min(failures, key=lambda failure: failure[0] == "late")
+        raise (RankConfigError if kind == "usage" else RankFailedError)(rank, message, trace)
     if open_channels:
         missing = sorted(open_channels.values())
         raise PeerTimeoutError(f"ranks {missing} did not come to an end within {timeout_s:.0f} s", missing)

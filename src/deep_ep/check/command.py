@@ -7,7 +7,7 @@ from dataclasses import asdict
 import click
 
 from deep_ep import env
-from deep_ep.check import facts
+from deep_ep.bench import facts
 from deep_ep.check.exchange import Outcome, paths, try_path
 from deep_ep.check.findings import Finding, Status, judge
 from deep_ep.errors import ConfigError
@@ -110,5 +110,7 @@ def _show_outcomes(screen: Screen, outcomes: list[Outcome], *, as_json: bool) ->
         word = f"{outcome.path}, {_count(outcome.num_ranks, 'rank')}:"
         if outcome.error is None:
             screen.line(word, Status.OK, f"({_count(outcome.num_claims, 'claim')} verified in {outcome.seconds:.1f} s)")
+            for line in outcome.topology.splitlines():
+                screen.line(f"  {line}")
         else:
             screen.line(word, Status.PROBLEM, outcome.error)

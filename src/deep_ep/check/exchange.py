@@ -11,8 +11,9 @@ from typing import Any
 from deep_ep.bench import oracle
 from deep_ep.bench.case import Case
 from deep_ep.bench.ranks import Rank, run_ranks
-from deep_ep.buffer import Buffer
 from deep_ep.errors import DeepEPError
+from deep_ep.memory.rendezvous import Rendezvous
+from deep_ep.topology import discover
 
 CASES = (
     Case(num_tokens=64, hidden=1024, num_topk=4, num_experts=16, routing="zipf"),
@@ -38,12 +39,22 @@ class ExchangePath:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How an exchange went: how many claims held and in which time, or the error that spoke against one."""
+    """How an exchange went.
+
+    Attributes:
+        path: The path that was to be taken.
+        num_ranks: How many ranks there were.
+        num_claims: How many claims held.
+        seconds: How long all of it took, the start of the ranks included.
+        topology: How each rank reached each other.
+        error: What spoke against a claim, None if nothing did.
+    """
 
     path: str
     num_ranks: int
     num_claims: int
     seconds: float
+    topology: str
     error: str | None
 
 
@@ -64,22 +75,25 @@ def paths(num_gpus: int) -> list[ExchangePath]:
 
 def try_path(path: ExchangePath, num_ranks: int, timeout_s: float) -> Outcome:
     """Bring ranks up and verify an exchange of every kind between them."""
-    began, num_claims, error = time.monotonic(), 0, None
+    began, num_claims, table, error = time.monotonic(), 0, "", None
     try:
         results: list[Any] = run_ranks(
             num_ranks, exchange, device=path.device, variables=path.variables, timeout_s=timeout_s
         )
-        num_claims = results[0]
+        num_claims, table = results[0]
     except DeepEPError as raised:
         error = str(raised)
     seconds = time.monotonic() - began
-    return Outcome(path=path.name, num_ranks=num_ranks, num_claims=num_claims, seconds=seconds, error=error)
+    return Outcome(
+        path=path.name, num_ranks=num_ranks, num_claims=num_claims, seconds=seconds, topology=table, error=error
+    )
 
 
-def exchange(rank: Rank) -> int:
-    """Verify every case on this rank; return how many claims held."""
-    buffer = Buffer(rank.group, num_nvl_bytes=16 << 20, low_latency_mode=True, device=rank.device)
+def exchange(rank: Rank) -> tuple[int, str]:
+    """Verify every case on this rank; return how many claims held, and how each rank reaches each other."""
+    topology = discover(rank.rank, Rendezvous(rank.group).all_gather, rank.device)
+    buffer = oracle.make_buffer(rank, *CASES)
     try:
-        return sum(oracle.require_verified(rank, buffer, case) for case in CASES)
+        return sum(oracle.require_verified(rank, buffer, case) for case in CASES), topology.table()
     finally:
         buffer.destroy()

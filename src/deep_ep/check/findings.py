@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from deep_ep import env
-from deep_ep.check.facts import Gpu, Machine
+from deep_ep.bench.facts import Gpu, Machine
 from deep_ep.errors import ConfigError
 
 

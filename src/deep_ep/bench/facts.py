@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import resource
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -249,3 +250,20 @@ def _ethernet(root: Path) -> Iterator[NetworkDevice]:
             is_up=_read(device / "operstate") in ("up", "unknown"),
             speed=f"{int(speed) / 1000:g} Gb/sec" if has_speed else "unknown speed",
         )
+
+
+def versions() -> dict[str, str | None]:
+    """Return what a record of a measurement must name: versions, and the commit if the source is a checkout."""
+    source = Path(__file__).resolve().parents[3]
+    commit = None
+    if (source / ".git").exists():
+        command = ["git", "-C", str(source), "describe", "--always", "--dirty"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "cuda": torch.version.cuda,
+        "deep_ep": version("deep-ep"),
+        "commit": commit,
+    }
