@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,17 +23,19 @@ from deep_ep.config import (
     combine_config,
     dispatch_config,
 )
-from deep_ep.engines.base import CachedDispatchRequest, CombineRequest, DispatchRequest, Engine
+from deep_ep.engines.base import CachedDispatchRequest, CombineRequest, DispatchRequest, Engine, Handle
 from deep_ep.engines.cpu import CpuEngine
 from deep_ep.engines.cpu_low_latency import CpuLowLatencyEngine
 from deep_ep.engines.gpu import GpuEngine
 from deep_ep.engines.gpu_low_latency import GpuLowLatencyEngine
+from deep_ep.engines.network import NetworkEngine, NetworkTuning
 from deep_ep.errors import ConfigError, DestroyedError, UnsupportedError
 from deep_ep.events import EventHandle, EventOverlap
 from deep_ep.latency import LatencyMonitor
 from deep_ep.low_latency import LowLatencyCalls
 from deep_ep.memory.rendezvous import Rendezvous
 from deep_ep.streams import CpuStreams, CudaStreams, Event
+from deep_ep.topology import discover
 from deep_ep.tuning import GpuTuning
 
 logger = logging.getLogger("deep_ep")
@@ -52,7 +54,8 @@ class Buffer(LowLatencyCalls):
             rank. It is used while the buffer is made, and never for tokens.
         num_nvl_bytes: Bytes of shared memory that this rank brings for exchange inside a host. It is touched at once.
             A call that needs more makes all ranks map more, so 0 is a fine value.
-        num_rdma_bytes: Bytes for exchange between hosts.
+        num_rdma_bytes: Bytes that this rank keeps for messages between hosts; not used inside one host. A call that
+            needs more takes more. 0 takes DEEP_EP_RDMA_BUFFER_SIZE, or what the first calls need.
         low_latency_mode: Whether low-latency calls will be made.
         num_qps_per_rank: Connections per peer for exchange between hosts.
         allow_nvlink_for_low_latency_mode: Kept for programs that pass it; the path to each peer is chosen by where the
@@ -91,6 +94,7 @@ class Buffer(LowLatencyCalls):
 
     num_sms: ClassVar[int] = 20
     num_nvlink_channels: ClassVar[int] = 0
+    use_rdma: ClassVar[bool | None] = None
 
     def __init__(
         self,
@@ -127,9 +131,14 @@ class Buffer(LowLatencyCalls):
         if timeout_s is None:
             timeout_s = env.TIMEOUT_S.get() or self.profile.timeout_s
         self._device = _choose_device(device)
+        self.topology = discover(self.rank, rendezvous.all_gather, self._device)
         waited_ns: list[int] | None = None
         if self._device.type == "cpu":
-            cpu_engine = CpuEngine(rendezvous, int(num_nvl_bytes), timeout_s)
+            cpu_engine: CpuEngine | NetworkEngine
+            if self.topology.num_hosts > 1:
+                cpu_engine = self._connect_hosts(rendezvous, timeout_s)
+            else:
+                cpu_engine = CpuEngine(rendezvous, int(num_nvl_bytes), timeout_s)
             self._engine, self._streams = cpu_engine, CpuStreams()
             waited_ns = cpu_engine.exchanger.control.waited_ns
             if low_latency_mode:
@@ -150,6 +159,22 @@ class Buffer(LowLatencyCalls):
                 )
 
         self.latency = LatencyMonitor(self.rank, self.group_size, self._device, waited_ns)
+
+    def _connect_hosts(self, rendezvous: Rendezvous, timeout_s: float) -> NetworkEngine:
+        """Return the engine of CPU ranks of several hosts."""
+        if Buffer.use_rdma is False:
+            hosts = ", ".join(
+                f"{name} (ranks {list(ranks)})"
+                for name, ranks in zip(self.topology.host_names, self.topology.hosts, strict=True)
+            )
+            raise UnsupportedError(
+                f"set_communication_mode(use_rdma=False) keeps buffers to one host, but this group spans "
+                f"{self.topology.num_hosts}: {hosts}",
+                hint="pass a group of one host's ranks, or allow the network with use_rdma=None",
+            )
+        num_wire_bytes = int(self.num_rdma_bytes) or env.RDMA_BUFFER_SIZE.get()
+        tuning = NetworkTuning(num_chunks=self.profile.num_chunks)
+        return NetworkEngine(rendezvous, self.topology, int(self.num_nvl_bytes), num_wire_bytes, timeout_s, tuning)
 
     # Lifetime
 
@@ -199,6 +224,18 @@ class Buffer(LowLatencyCalls):
         if new_num_sms % 2 or new_num_sms < 0:
             raise ConfigError(f"num_sms must be even and at least 0, got {new_num_sms}")
         Buffer.num_sms = int(new_num_sms)
+
+    @staticmethod
+    def set_communication_mode(use_rdma: bool | None = None) -> None:
+        """Set whether buffers that are made from now on may exchange over the network; the same on all ranks.
+
+        Args:
+            use_rdma: False keeps to one host: a group that spans hosts is refused. True or None, as it is at first,
+                choose the path to each peer by where it is (`deep_ep.topology`).
+        """
+        if use_rdma not in (None, False, True):
+            raise ConfigError(f"use_rdma must be True, False or None, got {use_rdma!r}")
+        Buffer.use_rdma = use_rdma
 
     @staticmethod
     def set_nvlink_channels(num_channels: int) -> None:
@@ -343,7 +380,7 @@ class Buffer(LowLatencyCalls):
 
         Returns:
             `num_tokens_per_rank` `[num_ranks]` int32, where a token counts once per rank;
-            `num_tokens_per_rdma_rank`, None inside one host;
+            `num_tokens_per_rdma_rank` `[num_hosts]` int32, where a token counts once per host; None inside one host;
             `num_tokens_per_expert` `[num_experts]` int32, where each slot of a token counts;
             `is_token_in_rank` `[num_tokens, num_ranks]` bool; and an event.
 
@@ -359,7 +396,13 @@ class Buffer(LowLatencyCalls):
             previous_event,
             async_finish,
         )
-        return layout.num_tokens_per_rank, None, layout.num_tokens_per_expert, layout.is_token_in_rank, event
+        return (
+            layout.num_tokens_per_rank,
+            layout.num_tokens_per_host,
+            layout.num_tokens_per_expert,
+            layout.is_token_in_rank,
+            event,
+        )
 
     def dispatch(
         self,
@@ -386,7 +429,7 @@ class Buffer(LowLatencyCalls):
             handle: What an earlier dispatch returned: send the way that one went. Then no layout and no top-k tensors
                 are given.
             num_tokens_per_rank: From `get_dispatch_layout`, as are the next three.
-            num_tokens_per_rdma_rank: Not used inside one host.
+            num_tokens_per_rdma_rank: Not used inside one host; between hosts it is compared with `is_token_in_rank`.
             is_token_in_rank: See above.
             num_tokens_per_expert: See above.
             topk_idx: `[num_tokens, num_topk]` int64 or int32, or None.
@@ -407,7 +450,8 @@ class Buffer(LowLatencyCalls):
             experts of other ranks (and in rows past the real ones, with `num_worst_tokens`).
             `recv_topk_weights` `[num_recv, num_topk]` float32, 0 where the id is -1.
             A list of this rank's tokens per expert, aligned; empty with `num_worst_tokens`.
-            The handle, a tuple of six tensors (`deep_ep.engines.base.Handle`).
+            The handle, a tuple of six tensors (`deep_ep.engines.base.Handle`), or of ten where the group spans hosts
+            (`deep_ep.engines.base.NetworkHandle`).
             An event.
             With `handle`, items 1 to 4 are None.
 
@@ -423,7 +467,7 @@ class Buffer(LowLatencyCalls):
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise ConfigError("topk_idx and topk_weights must be None when a handle is given, got tensors")
-            checked = checks.check_handle(handle, self.group_size, engine.device, rows.size(0))
+            checked = self._check_handle(handle, engine.device, rows.size(0))
             cached = CachedDispatchRequest(x=rows, scales=scales, handle=checked, config=config)
             recv, event = self._streams.run(
                 lambda: self.latency.run("cached_dispatch", engine.dispatch_cached, cached),
@@ -433,7 +477,13 @@ class Buffer(LowLatencyCalls):
             )
             return _pair(*recv), None, None, None, None, event
         layout = checks.check_layout(
-            num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, rows.size(0), self.group_size, engine.device
+            num_tokens_per_rank,
+            is_token_in_rank,
+            num_tokens_per_expert,
+            rows.size(0),
+            self.group_size,
+            engine.device,
+            num_tokens_per_rdma_rank if self.topology.num_hosts > 1 else None,
         )
         num_experts = layout.num_tokens_per_expert.numel()
         idx, weights = checks.check_topk(topk_idx, topk_weights, rows.size(0), num_experts, engine.device)
@@ -480,7 +530,9 @@ class Buffer(LowLatencyCalls):
         """Send each row back to where its token came from, and add up the rows of each token.
 
         The sum is not weighted. It starts from the biases, adds the ranks in ascending order in float32, and is
-        rounded once. A token that went nowhere gives its bias, or zeros.
+        rounded once. A token that went nowhere gives its bias, or zeros. Where the group spans hosts, each host adds
+        up its ranks like that first and rounds its sum; then come the biases and the hosts, in the order of their
+        lowest ranks.
 
         Args:
             x: `[num_recv, hidden]` bfloat16, float16 or float32; a row for every row that the dispatch returned.
@@ -503,7 +555,7 @@ class Buffer(LowLatencyCalls):
             PeerTimeoutError: If a peer does not do its part in time.
         """
         engine = self._running()
-        checked = checks.check_handle(handle, self.group_size, engine.device)
+        checked = self._check_handle(handle, engine.device)
         rows, weights, biases = checks.check_combine(x, topk_weights, bias, checked, engine.device)
         config = self._config(config, self.get_combine_config)
         request = CombineRequest(x=rows, topk_weights=weights, biases=biases, handle=checked, config=config)
@@ -512,6 +564,78 @@ class Buffer(LowLatencyCalls):
         )
         return *combined, event
 
+    def internode_dispatch(
+        self,
+        x: Rows,
+        handle: tuple[Tensor, ...] | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: Event = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> DispatchReturn:
+        """Do what `dispatch` does, in a group that spans hosts; V1 has it public.
+
+        Raises:
+            ConfigError: If the group is on one host; and what `dispatch` raises.
+        """
+        self._check_spans_hosts("internode_dispatch", "dispatch")
+        return self.dispatch(
+            x,
+            handle=handle,
+            num_tokens_per_rank=num_tokens_per_rank,
+            num_tokens_per_rdma_rank=num_tokens_per_rdma_rank,
+            is_token_in_rank=is_token_in_rank,
+            num_tokens_per_expert=num_tokens_per_expert,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            expert_alignment=expert_alignment,
+            num_worst_tokens=num_worst_tokens,
+            config=config,
+            previous_event=previous_event,
+            async_finish=async_finish,
+            allocate_on_comm_stream=allocate_on_comm_stream,
+        )
+
+    def internode_combine(
+        self,
+        x: Tensor,
+        handle: tuple[Tensor, ...],
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, ...] | None = None,
+        config: Config | None = None,
+        previous_event: Event = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Do what `combine` does, in a group that spans hosts; V1 has it public.
+
+        Raises:
+            ConfigError: If the group is on one host; and what `combine` raises.
+        """
+        self._check_spans_hosts("internode_combine", "combine")
+        return self.combine(
+            x,
+            handle,
+            topk_weights=topk_weights,
+            bias=bias,
+            config=config,
+            previous_event=previous_event,
+            async_finish=async_finish,
+            allocate_on_comm_stream=allocate_on_comm_stream,
+        )
+
+    def _check_spans_hosts(self, name: str, other: str) -> None:
+        if self.topology.num_hosts == 1:
+            raise ConfigError(f"{name} is for groups that span hosts, this one is on one", hint=f"call {other}")
+
     def _running(self) -> Engine:
         if self._engine is None:
             raise DestroyedError("this buffer has been destroyed", hint="make a new Buffer")
@@ -519,6 +643,15 @@ class Buffer(LowLatencyCalls):
         if isinstance(engine, GpuEngine) and engine.tuning.num_channels_per_peer != Buffer.num_nvlink_channels:
             engine.tuning = replace(engine.tuning, num_channels_per_peer=Buffer.num_nvlink_channels)
         return engine
+
+    def _check_handle(
+        self, handle: object, device: torch.device, num_tokens: int | str = "num_tokens"
+    ) -> Handle:
+        """Check a handle: of the kind that dispatch returns in this group."""
+        if self.topology.num_hosts > 1:
+            # The engine of such a group takes this kind.
+            return cast(Handle, checks.check_network_handle(handle, self.topology, device, num_tokens))
+        return checks.check_handle(handle, self.group_size, device, num_tokens)
 
     def _config(self, config: Config | None, recommended: Any) -> Config:
         if config is None:

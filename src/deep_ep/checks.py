@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from deep_ep.engines import few
-from deep_ep.engines.base import Handle, Layout, LowLatencyHandle
+from deep_ep.engines.base import Handle, Layout, LowLatencyHandle, NetworkHandle
 from deep_ep.engines.exchange import DTYPES
 from deep_ep.errors import ConfigError
+from deep_ep.topology import Topology
 
 _IDX_DTYPES = (torch.int64, torch.int32)
 _SUM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -106,6 +107,7 @@ def check_layout(
     num_tokens: int,
     num_ranks: int,
     device: torch.device,
+    num_tokens_per_host: object = None,
 ) -> Layout:
     """Check what `get_dispatch_layout` returned, or a program computed in its place."""
     given = {
@@ -127,6 +129,11 @@ def check_layout(
         ),
         check_tensor(
             "is_token_in_rank", is_token_in_rank, device=device, shape=(num_tokens, num_ranks), dtypes=(torch.bool,)
+        ),
+        None
+        if num_tokens_per_host is None
+        else check_tensor(
+            "num_tokens_per_rdma_rank", num_tokens_per_host, device=device, shape=("num_hosts",), dtypes=int32
         ),
     )
     if layout.num_tokens_per_expert.numel() == 0:
@@ -160,11 +167,47 @@ def check_handle(handle: object, num_ranks: int, device: torch.device, num_token
     )
 
 
+def check_network_handle(
+    handle: object, topology: Topology, device: torch.device, num_tokens: int | str = "num_tokens"
+) -> NetworkHandle:
+    """Check a handle of a group that spans hosts: the tuple that a dispatch returned, or one rebuilt from its tensors.
+
+    Args:
+        handle: What was passed.
+        topology: Where the ranks are.
+        device: Where its tensors must be.
+        num_tokens: The tokens that the dispatch had on this rank, if they are known.
+    """
+    if not isinstance(handle, (tuple, list)) or len(handle) != len(NetworkHandle._fields):
+        found = f"{len(handle)} items" if isinstance(handle, (tuple, list)) else type(handle).__name__
+        raise ConfigError(
+            f"handle must be the tuple of {len(NetworkHandle._fields)} tensors that dispatch returned on "
+            f"{topology.num_hosts} hosts, got {found}"
+        )
+    num_ranks, num_sources = topology.num_ranks, len(topology.sources(topology.rank))
+    shapes: dict[str, tuple[int | str, ...]] = {
+        "is_token_in_rank": (num_tokens, num_ranks),
+        "recv_rdma_rank_prefix_sum": (num_sources,),
+        "recv_gbl_rank_prefix_sum": (num_ranks,),
+        "recv_src_meta": ("num_recv_tokens", 8),
+        "send_nvl_head": ("num_passed_tokens", len(topology.local_ranks)),
+    }
+    dtypes = {"is_token_in_rank": torch.bool, "recv_src_meta": torch.uint8}
+    items = dict(zip(NetworkHandle._fields, handle, strict=True))
+    for number, name in enumerate(NetworkHandle._fields):
+        if name in shapes:
+            dtype = (dtypes.get(name, torch.int32),)
+            items[name] = check_tensor(
+                f"handle[{number}]", items[name], device=device, shape=shapes[name], dtypes=dtype
+            )
+    return NetworkHandle(**items)
+
+
 def check_combine(
     x: object, topk_weights: object, bias: object, handle: Handle, device: torch.device
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
     """Check the tensors of a combine; return rows, weights and biases."""
-    num_rows, num_tokens = handle.recv_src_idx.numel(), handle.is_token_in_rank.size(0)
+    num_rows, num_tokens = handle.num_rows, handle.is_token_in_rank.size(0)
     rows = check_tensor("x", x, device=device, shape=(num_rows, "hidden"), dtypes=_SUM_DTYPES)
     weights = None
     if topk_weights is not None:

@@ -19,6 +19,13 @@ def _positive_float(text: str) -> float:
     return value
 
 
+def _num_bytes(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError
+    return value
+
+
 def _switch(text: str) -> bool:
     if text not in ("0", "1"):
         raise ValueError
@@ -89,6 +96,22 @@ NODE_ID = EnvVar(
     "ranks of different hosts.",
 )
 
+RDMA_BUFFER_SIZE = EnvVar(
+    "DEEP_EP_RDMA_BUFFER_SIZE",
+    _num_bytes,
+    0,
+    "a number of bytes, at least 0",
+    "What num_rdma_bytes is when a program leaves it at 0: bytes that a rank keeps for messages between hosts.",
+)
+
+GLOO_SOCKET_IFNAME = EnvVar(
+    "GLOO_SOCKET_IFNAME",
+    str,
+    "",
+    "the name of a network interface",
+    "The interface that CPU ranks of different hosts exchange over; Gloo reads it.",
+)
+
 DISABLE_SM90_FEATURES = EnvVar(
     "DISABLE_SM90_FEATURES",
     _switch,
@@ -117,6 +140,8 @@ ALL_VARIABLES: tuple[EnvVar[Any], ...] = (
     TIMEOUT_S,
     USE_P2P,
     NODE_ID,
+    RDMA_BUFFER_SIZE,
+    GLOO_SOCKET_IFNAME,
     DISABLE_SM90_FEATURES,
     DISABLE_AGGRESSIVE_PTX_INSTRS,
     NVSHMEM_DIR,

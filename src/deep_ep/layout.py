@@ -36,6 +36,7 @@ class ControlLayout:
     STEP = 0
     WRITTEN = _WORDS_PER_LINE
     FAILED = WRITTEN + 1
+    LOST = WRITTEN + 2
     NUM_AREA_WORDS = 1024
     _FIRST_AREA = 2 * _WORDS_PER_LINE
     NUM_BYTES = (_FIRST_AREA + 2 * NUM_AREA_WORDS) * 8
@@ -76,6 +77,25 @@ class DispatchLayout:
         self.topk_weights = self.topk_idx + align(num_rows * num_topk * topk_idx_bytes)
         self.src_idx = self.topk_weights + align(num_rows * num_topk * 4)
         self.num_bytes = self.src_idx + align(num_rows * 4 * has_src_idx)
+
+
+class PassedLayout:
+    """The sections of the extent that a rank receives a dispatch between hosts into; each attribute is a byte offset.
+
+    Args:
+        num_rows: Rows of the receiver, from all ranks of all hosts.
+        row_bytes: Bytes of one row of x.
+        scale_row_bytes: Bytes of one token's scales, 0 without scales.
+        record_bytes: Bytes of what else travels with a row, 0 without.
+    """
+
+    __slots__ = ("num_bytes", "records", "scales", "x")
+
+    def __init__(self, *, num_rows: int, row_bytes: int, scale_row_bytes: int, record_bytes: int) -> None:
+        self.x = 0
+        self.scales = align(num_rows * row_bytes)
+        self.records = self.scales + align(num_rows * scale_row_bytes)
+        self.num_bytes = self.records + align(num_rows * record_bytes)
 
 
 class CombineLayout:

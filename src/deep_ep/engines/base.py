@@ -2,7 +2,7 @@
 
 `buffer.py` checks what a program passes and turns it into one of these requests; an engine trusts them. Shapes use
 T for this rank's tokens, H for hidden, K for top-k, R for ranks, E for experts, L for the experts of one rank,
-S for scales per token, N for rows received and C for channels.
+S for scales per token, N for rows received, C for channels and D for hosts.
 """
 
 from __future__ import annotations
@@ -42,6 +42,54 @@ class Handle(NamedTuple):
     is_token_in_rank: Tensor
     send_head: Tensor
 
+    @property
+    def num_rows(self) -> int:
+        """Return the rows that this rank received; with `num_worst_tokens`, the rows there are."""
+        return self.recv_src_idx.size(0)
+
+
+class NetworkHandle(NamedTuple):
+    """How the tokens of one dispatch between hosts went; DeepEP V1's handle of ten, item by item.
+
+    Between hosts a token travels to one rank of the destination host, its relay, which passes it on inside
+    (`deep_ep.topology`). G is the number of ranks that this rank is the relay of, itself included; with hosts of equal
+    size that is D. P is the number of tokens that this rank passes on, its own tokens for its own host included: they
+    are sorted by source rank, then by the token's index there.
+
+    Attributes:
+        is_token_in_rank: `[T, R]` bool; which ranks each token went to.
+        rdma_channel_prefix_matrix: `[D, C]` int32; item `[h][c]` counts this rank's tokens for host h in channels 0
+            to c.
+        gbl_channel_prefix_matrix: `[R, C]` int32; likewise for rank j.
+        recv_rdma_channel_prefix_matrix: `[G, C]` int32; item `[i][c]` counts the tokens that this rank passes on for
+            the i-th of its sources in channels 0 to c.
+        recv_rdma_rank_prefix_sum: `[G]` int32; the tokens that this rank passes on for its sources up to the i-th.
+        recv_gbl_channel_prefix_matrix: `[R, C]` int32; the first row that this rank received from channel c of rank i.
+        recv_gbl_rank_prefix_sum: `[R]` int32; the rows that this rank received from ranks 0 to i.
+        recv_src_meta: `[N, 8]` uint8; for each received row two int32 words: the host it came from, and a bit for each
+            rank of this host (up to 32) that the token went to.
+        send_rdma_head: `[T, D]` int32; the running number of a token among those of its channel that went to the host,
+            or -1 if it did not go there.
+        send_nvl_head: `[P, ranks of this host]` int32; the running number of a passed-on token among those of its
+            channel and source that went to the local rank, or -1.
+    """
+
+    is_token_in_rank: Tensor
+    rdma_channel_prefix_matrix: Tensor
+    gbl_channel_prefix_matrix: Tensor
+    recv_rdma_channel_prefix_matrix: Tensor
+    recv_rdma_rank_prefix_sum: Tensor
+    recv_gbl_channel_prefix_matrix: Tensor
+    recv_gbl_rank_prefix_sum: Tensor
+    recv_src_meta: Tensor
+    send_rdma_head: Tensor
+    send_nvl_head: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """Return the rows that this rank received; with `num_worst_tokens`, the rows there are."""
+        return self.recv_src_meta.size(0)
+
 
 class Layout(NamedTuple):
     """Where a rank's tokens go.
@@ -50,11 +98,13 @@ class Layout(NamedTuple):
         num_tokens_per_rank: `[R]` int32; each token counts once per rank.
         num_tokens_per_expert: `[E]` int32; each slot of a token's top-k counts.
         is_token_in_rank: `[T, R]` bool.
+        num_tokens_per_host: `[D]` int32; each token counts once per host. None where there is one host.
     """
 
     num_tokens_per_rank: Tensor
     num_tokens_per_expert: Tensor
     is_token_in_rank: Tensor
+    num_tokens_per_host: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +140,7 @@ class DispatchResult:
     topk_idx: Tensor | None
     topk_weights: Tensor | None
     num_recv_tokens_per_expert: list[int]
-    handle: Handle
+    handle: Handle | NetworkHandle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

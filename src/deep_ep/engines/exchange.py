@@ -144,7 +144,8 @@ class Exchanger:
 
     def __init__(self, rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> None:
         self.rank, self.num_ranks = rendezvous.rank, rendezvous.num_ranks
-        self.control = Control(self.rank, self.num_ranks, rendezvous.all_gather, timeout_s)
+        self.control = Control(self.rank, self.num_ranks, rendezvous.all_gather, timeout_s, rendezvous.ranks)
+        self.names = rendezvous.ranks
         self.arena = Arena()
         self.segments: dict[int, list[Memory]] = {}
         self._num_segments = 0
@@ -179,7 +180,7 @@ class Exchanger:
         words = [*header, *self.arena.largest_free(), *told[:room]]
         replies = self.control.all_gather(words, call, "a header")
         headers = [Header(*reply[:_NUM_FIELDS]) for reply in replies]
-        self._check_signatures(headers)
+        check_signatures(headers, self.rank, self.names)
         places = [Extent(*reply[_NUM_FIELDS:_NUM_WORDS]) for reply in replies]
         all_told = [reply[_NUM_WORDS:] for reply in replies]
         if len(told) > room:
@@ -217,8 +218,10 @@ class Exchanger:
         """
         failed = self.control.wait_for_rows(exchange.number, exchange.call)
         if failed:
+            self.control.raise_if_lost(failed, exchange.call)
             raise PeerError(
-                f"rank {self.rank}: {exchange.call} failed on ranks {failed}, so its results would be incomplete",
+                f"rank {self.names[self.rank]}: {exchange.call} failed on ranks "
+                f"{[self.names[rank] for rank in failed]}, so its results would be incomplete",
                 hint="the error on those ranks tells why; this buffer can be used again",
             )
 
@@ -241,18 +244,6 @@ class Exchanger:
         self.segments.clear()
         self.control.close()
 
-    def _check_signatures(self, headers: list[Header]) -> None:
-        own = headers[self.rank]
-        for peer, header in enumerate(headers):
-            if header[:NUM_SIGNATURE_FIELDS] == own[:NUM_SIGNATURE_FIELDS]:
-                continue
-            field = next(f for f in Header._fields if getattr(header, f) != getattr(own, f))
-            raise MismatchError(
-                f"the ranks disagree about {field}: rank {self.rank} is in a {_describe(own, field)}, "
-                f"rank {peer} in a {_describe(header, field)}",
-                hint="all ranks must make the same calls in the same order, with tensors of the same kind",
-            )
-
     def _grow(self, needs: list[int], places: list[Extent], call: str) -> list[Extent]:
         """Map new memory on every rank whose free stretch is too small; give back what nobody uses."""
 
@@ -274,7 +265,7 @@ class Exchanger:
             logger.log(
                 logging.WARNING if self._num_asked_bytes else logging.INFO,
                 "rank %d: this %s needs %d bytes of shared memory, num_nvl_bytes was %d; all ranks map %d more",
-                *(self.rank, call, needs[self.rank], self._num_asked_bytes, own_bytes),
+                *(self.names[self.rank], call, needs[self.rank], self._num_asked_bytes, own_bytes),
             )
         segment = self._add_segment(own_bytes, all_gather)
         sizes = [memory.data.numel() for memory in self.segments[segment]]
@@ -291,6 +282,29 @@ class Exchanger:
         if num_bytes:
             self.arena.add_segment(segment, memory.bytes_of(self.rank))
         return segment
+
+
+def check_signatures(headers: Sequence[Header], rank: int, names: Sequence[int]) -> None:
+    """Refuse a call that the ranks disagree about; every rank comes to the same result.
+
+    Args:
+        headers: What each rank said.
+        rank: Which of them this rank is.
+        names: What to call each of them.
+
+    Raises:
+        MismatchError: If the signatures differ.
+    """
+    own = headers[rank]
+    for peer, header in enumerate(headers):
+        if header[:NUM_SIGNATURE_FIELDS] == own[:NUM_SIGNATURE_FIELDS]:
+            continue
+        field = next(f for f in Header._fields if getattr(header, f) != getattr(own, f))
+        raise MismatchError(
+            f"the ranks disagree about {field}: rank {names[rank]} is in a {_describe(own, field)}, "
+            f"rank {names[peer]} in a {_describe(header, field)}",
+            hint="all ranks must make the same calls in the same order, with tensors of the same kind",
+        )
 
 
 def check_worst_tokens(exchange: Exchange[L]) -> None:

@@ -145,6 +145,14 @@ class TokenRows:
         # Mode 0 sums; the last argument says that `begins` has one item more than there are tokens.
         return torch.embedding_bag(table, self.rows, self.begins, False, 0, False, None, True)[0]
 
+    def sum_range(self, table: Tensor, begin: int, end: int) -> Tensor:
+        """Add up the rows of the tokens from `begin` to before `end`, as `sum` does for all."""
+        if table.numel() == 0 or begin == end:
+            return table.new_zeros(end - begin, table.size(1))
+        bounds = self.begins[begin : end + 1]
+        first, last = int(bounds[0]), int(bounds[-1])
+        return torch.embedding_bag(table, self.rows[first:last], bounds - first, False, 0, False, None, True)[0]
+
 
 @lru_cache(maxsize=16)
 def _first_numbers(count: int) -> Tensor:

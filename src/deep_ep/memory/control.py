@@ -7,6 +7,9 @@ which only grow and are never cleared, so a late rank cannot miss one:
 - `WRITTEN`, the number of the last call whose rows the rank has written, and
 - `FAILED`, the number of the last call whose rows it could not write.
 
+A fourth, `LOST`, names a rank of another host that the rank has lost (plus one; 0 is none): a rank that has lost one
+takes part in nothing more, and who waits for it gives up at once and names the lost one.
+
 To take part in **step** n, in which the ranks exchange integers, a rank
 
 1. writes its integers into its area n mod 2,
@@ -57,14 +60,23 @@ class Control:
         num_ranks: Ranks of the group.
         all_gather: How the ranks exchange integers until this object exists.
         timeout_s: How long a wait for a peer may last.
+        names: What to call each rank in messages, if that is not its number: the ranks of a group on several hosts.
 
     Attributes:
         last_wait_ns: How long the last wait was for each rank.
         waited_ns: How long all waits were for each rank together.
     """
 
-    def __init__(self, rank: int, num_ranks: int, all_gather: AllGather, timeout_s: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        all_gather: AllGather,
+        timeout_s: float,
+        names: Sequence[int] | None = None,
+    ) -> None:
         self.rank = rank
+        self.names = range(num_ranks) if names is None else names
         self.timeout_s = timeout_s
         self._memory = HostMemory(ControlLayout.NUM_BYTES, rank, all_gather)
         self._blocks = [self._memory.bytes_of(peer).cast("q") for peer in range(num_ranks)]
@@ -159,6 +171,17 @@ class Control:
         # A later failure counts too: it may hide one of this call.
         return [rank for rank, block in enumerate(self._blocks) if block[ControlLayout.FAILED] >= number]
 
+    def announce_loss(self, lost: int, reason: str) -> None:
+        """Tell the peers that this rank has lost a rank of another host and will take part in nothing more.
+
+        Args:
+            lost: What that rank is called.
+            reason: How it was lost; later steps of this rank fail with it.
+        """
+        self._failure = reason
+        if self._blocks:
+            self._blocks[self.rank][ControlLayout.LOST] = lost + 1
+
     def close(self) -> None:
         """Let go of the control blocks."""
         for block in self._blocks:
@@ -189,6 +212,7 @@ class Control:
             waited_s = waited_ns * 1e-9
             if waited_s < self._spin_s:
                 continue
+            self.raise_if_lost(missing, call)
             if waited_s < _YIELD_S:
                 os.sched_yield()
             elif waited_s < self.timeout_s:
@@ -197,17 +221,35 @@ class Control:
             else:
                 self._raise_timeout(missing, signal, value, call, awaited)
 
+    def raise_if_lost(self, missing: Sequence[int], call: str) -> None:
+        """Raise if a rank that is awaited has itself lost a rank: then it will not come.
+
+        Raises:
+            PeerTimeoutError: With the lost rank as the missing one.
+        """
+        for peer in missing:
+            lost = self._blocks[peer][ControlLayout.LOST] - 1
+            if lost >= 0:
+                name = self.names[peer]
+                message = (
+                    f"rank {self.names[self.rank]}: rank {name}, which is awaited in {call}, has lost rank {lost}, "
+                    f"on another host, and given up"
+                )
+                self._failure = message
+                raise PeerTimeoutError(message, [lost], hint=f"the error on rank {name} tells how it was lost")
+
     def _raise_timeout(self, missing: list[int], signal: int, value: int, call: str, awaited: str) -> None:
         name = "step" if signal == ControlLayout.STEP else "call"
-        seen = ", ".join(f"rank {peer} is at {self._blocks[peer][signal]}" for peer in missing)
+        seen = ", ".join(f"rank {self.names[peer]} is at {self._blocks[peer][signal]}" for peer in missing)
         message = (
-            f"rank {self.rank}: no sign of {awaited} in {call} from ranks {missing} after {self.timeout_s} s "
+            f"rank {self.names[self.rank]}: no sign of {awaited} in {call} from ranks "
+            f"{[self.names[peer] for peer in missing]} after {self.timeout_s} s "
             f"({name} {value} is awaited; {seen})"
         )
         self._failure = message
         raise PeerTimeoutError(
             message,
-            missing,
+            [self.names[peer] for peer in missing],
             hint="look for an error or a slow step on those ranks; DEEP_EP_TIMEOUT_S sets the limit",
         )
 

@@ -5,14 +5,23 @@ Only integers travel, never pickled objects, and never on the path of tokens.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import secrets
+import socket
+import struct
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from deep_ep import env
 from deep_ep.errors import ConfigError
+
+_SIOCGIFADDR = 0x8915
 
 AllGather = Callable[[Sequence[int]], list[list[int]]]
 """Gives every rank the integers of every rank, in rank order; all ranks pass equally many."""
@@ -20,6 +29,11 @@ AllGather = Callable[[Sequence[int]], list[list[int]]]
 
 class Rendezvous:
     """A group of ranks that can exchange integers.
+
+    Attributes:
+        rank, num_ranks: This rank and the number of ranks.
+        ranks: What to call each of them in messages.
+        all_gather: How they exchange integers.
 
     Args:
         group: Any process group: Gloo or NCCL, a sub-group or the world.
@@ -35,6 +49,8 @@ class Rendezvous:
         self.rank: int
         self.num_ranks: int
         self.all_gather: AllGather
+        self.ranks: Sequence[int]
+        self._group = group
         if group is not None:
             self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
             if self.rank < 0:
@@ -43,6 +59,44 @@ class Rendezvous:
         else:
             self.rank, self.num_ranks = comm.Get_rank(), comm.Get_size()
             self.all_gather = _mpi_all_gather(comm)
+        self.ranks = range(self.num_ranks)
+
+    def make_store(self, name: str) -> Store:
+        """Return a store of this group's ranks that is used for nothing else. All ranks call it together.
+
+        Args:
+            name: What it is for.
+        """
+        nonce = secrets.randbits(62)
+        address, port = 0, 0
+        own_store: Store | None = None if self._group is None else self._group.get_group_store()
+        if own_store is None and self.rank == 0:
+            own_store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+            address, port = int.from_bytes(socket.inet_aton(_own_address())), own_store.port
+        nonce, address, port = self.all_gather([nonce, address, port])[0]
+        if own_store is None:
+            own_store = TCPStore(socket.inet_ntoa(address.to_bytes(4)), port, is_master=False)
+        return PrefixStore(f"deep_ep/{name}/{nonce}", own_store)
+
+
+def _own_address() -> str:
+    """Return an address of this host that other hosts may reach."""
+    name = env.GLOO_SOCKET_IFNAME.get()
+    address = interface_address(name) if name else None
+    if address is None:
+        with contextlib.suppress(OSError):
+            address = socket.gethostbyname(socket.gethostname())
+    return address or "127.0.0.1"
+
+
+def interface_address(name: str) -> str | None:
+    """Return the IPv4 address of a network interface, if it has one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(reply[20:24])
 
 
 def _torch_all_gather(group: dist.ProcessGroup) -> AllGather:
