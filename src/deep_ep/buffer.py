@@ -132,6 +132,11 @@ class Buffer(LowLatencyCalls):
             timeout_s = env.TIMEOUT_S.get() or self.profile.timeout_s
         self._device = _choose_device(device)
         self.topology = discover(self.rank, rendezvous.all_gather, self._device)
+        if self.topology.num_hosts > 1 and (self._device.type != "cpu" or low_latency_mode):
+            raise UnsupportedError(
+                f"this group spans {self.topology.num_hosts} hosts, over which this version carries normal mode of CPU "
+                f"ranks only"
+            )
         waited_ns: list[int] | None = None
         if self._device.type == "cpu":
             cpu_engine: CpuEngine | NetworkEngine
@@ -644,9 +649,7 @@ class Buffer(LowLatencyCalls):
             engine.tuning = replace(engine.tuning, num_channels_per_peer=Buffer.num_nvlink_channels)
         return engine
 
-    def _check_handle(
-        self, handle: object, device: torch.device, num_tokens: int | str = "num_tokens"
-    ) -> Handle:
+    def _check_handle(self, handle: object, device: torch.device, num_tokens: int | str = "num_tokens") -> Handle:
         """Check a handle: of the kind that dispatch returns in this group."""
         if self.topology.num_hosts > 1:
             # The engine of such a group takes this kind.

@@ -32,7 +32,7 @@ def test_few_and_many_tokens_are_routed_alike(data):
         tokens = routing.tokens_by_rank(layout.is_token_in_rank, layout.num_tokens_per_rank.tolist())
         token_rows = rows.TokenRows(tokens, num_tokens, num_biases)
         return [
-            *layout,
+            *layout[:3],
             channels.send_head,
             *map(torch.as_tensor, tokens),
             token_rows.rows,

@@ -816,7 +816,7 @@ class _Sums:
         for host, (num_tokens, num_chunks) in enumerate(engine._offers(tokens, contents)):
             mine = slice(begin, begin + num_tokens)
             begin = mine.stop
-            host_rows = self._table[num_bias_rows :][mine]
+            host_rows = self._table[num_bias_rows:][mine]
             host_weights = None if self._weights is None else self._weights[mine]
             if host == topology.host:
                 self._own = (host_rows, host_weights)

@@ -82,7 +82,7 @@ class Wire:
         self.rank = rendezvous.rank
         self.host_names, self.timeout_s = host_names, timeout_s
         self._failure: str | None = None
-        self._store = rendezvous.make_store("wire")
+        self._store: Store | None = rendezvous.make_store("wire")
         try:
             self._group: Any = dist.ProcessGroupGloo(
                 self._store, self.rank, rendezvous.num_ranks, timedelta(seconds=max(timeout_s, 1.0))
