@@ -128,6 +128,14 @@ DISABLE_AGGRESSIVE_PTX_INSTRS = EnvVar(
     "1 makes kernels use no cache hints on the loads and stores of rows.",
 )
 
+CACHE_DIR = EnvVar(
+    "DEEP_EP_CACHE_DIR",
+    str,
+    "~/.cache/deep_ep",
+    "a folder",
+    "Where compiled kernels and the shapes of calls are kept; ranks and jobs may share it.",
+)
+
 NVSHMEM_DIR = EnvVar(
     "NVSHMEM_DIR",
     str,
@@ -144,6 +152,7 @@ ALL_VARIABLES: tuple[EnvVar[Any], ...] = (
     GLOO_SOCKET_IFNAME,
     DISABLE_SM90_FEATURES,
     DISABLE_AGGRESSIVE_PTX_INSTRS,
+    CACHE_DIR,
     NVSHMEM_DIR,
 )
 

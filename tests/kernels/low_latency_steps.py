@@ -9,6 +9,7 @@ from deep_ep.engines.gpu_low_latency import GpuLowLatencyEngine
 from deep_ep.engines.low_latency_plans import LowLatencyTuning
 from deep_ep.errors import CapacityError, PeerTimeoutError
 from deep_ep.memory.rendezvous import Rendezvous
+from deep_ep.shapes import ExchangeShape
 from rank_pool import Rank
 
 
@@ -37,7 +38,7 @@ def wait_in_vain(rank: Rank) -> str:
     """Rank 0 calls once more than rank 1; return what it is told."""
     engine = make_engine(rank, 0.5)
     case = cases.Case(1, 128, 1, 2, num_tokens=1, masked=0.0)
-    engine.reserve(100, 100_000)
+    engine.reserve(ExchangeShape(hidden=128, num_topk=2, num_experts=4, num_max_tokens_per_rank=8, is_low_latency=True))
     message = ""
     if rank.rank == 0:
         cases.start_dispatch(engine, case, cases.make_inputs(case, rank.num_ranks, 1), 0, "cpu")

@@ -16,9 +16,6 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -34,19 +31,30 @@ from deep_ep.engines.base import (
     Handle,
     Layout,
 )
-from deep_ep.errors import CapacityError, ConfigError, DestroyedError, PeerTimeoutError, UnsupportedError
+from deep_ep.engines.gpu_kernels import Kernels, load_kernels
+from deep_ep.engines.gpu_plans import (
+    CombineKind,
+    DispatchKind,
+    Plan,
+    Variant,
+    count_variant,
+    notify_variant,
+    plan_combine,
+    plan_dispatch,
+    variants_of,
+    word_of,
+)
+from deep_ep.errors import CapacityError, ConfigError, DestroyedError, PeerTimeoutError
 from deep_ep.gpu_layout import StagingLayout
 from deep_ep.memory.cuda import CudaMemory
 from deep_ep.memory.rendezvous import AllGather, Rendezvous
 from deep_ep.memory.staged import StagedMemory
-from deep_ep.tuning import GpuTuning, combine_tile, next_power_of_two, split_programs, tile_columns, unit_rows
+from deep_ep.shapes import ExchangeShape
+from deep_ep.tuning import GpuTuning
 
 _MIN_STAGING_BYTES = 1 << 20
 _SPINS_PER_SECOND = 4000
 """About as often as the interpreter can look at a signal."""
-
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class _Memory(Protocol):
@@ -88,7 +96,7 @@ class GpuEngine:
         self.rank, self.num_ranks = rendezvous.rank, rendezvous.num_ranks
         if self.num_ranks > gpu_layout.MAX_RANKS:
             raise ConfigError(f"a host has at most {gpu_layout.MAX_RANKS} ranks, this group has {self.num_ranks}")
-        self._plans: dict[Any, _Plan] = {}
+        self._plans: dict[Any, Plan] = {}
         self._tuning = tuning or GpuTuning()
         self._all_gather: AllGather = rendezvous.all_gather
         self._memory_class: type[CudaMemory | StagedMemory] = (
@@ -96,7 +104,7 @@ class GpuEngine:
         )
         self._is_interpreted = device.type == "cpu"
         self._timeout = int(timeout_s * (_SPINS_PER_SECOND if self._is_interpreted else 1e9))
-        self._kernels: _Kernels | None = None
+        self._kernels: Kernels | None = None
         self._control: _Memory | None = self._memory_class(
             gpu_layout.CONTROL_BYTES, self.rank, self._all_gather, device
         )
@@ -130,11 +138,11 @@ class GpuEngine:
         counts = torch.zeros(self.num_ranks + num_experts, dtype=torch.int32, device=self.device)
         per_rank, per_expert = counts[: self.num_ranks], counts[self.num_ranks :]
         is_token_in_rank = torch.empty(num_tokens, self.num_ranks, dtype=torch.bool, device=self.device)
-        topk_block = next_power_of_two(max(num_topk, 1))
-        tokens_block = max(1024 // topk_block, 1)
         if num_tokens:
+            variant = count_variant(kernels, num_topk, topk_idx.dtype)
+            _, tokens_block, _ = variant.constants
             kernels.launch(
-                kernels.layout.count_tokens_kernel,
+                variant.kernel,
                 -(-num_tokens // tokens_block),
                 (
                     topk_idx.data_ptr(),
@@ -146,8 +154,8 @@ class GpuEngine:
                     num_experts,
                     self.num_ranks,
                 ),
-                (kernels.type_of(topk_idx.dtype), tokens_block, topk_block),
-                4,
+                variant.constants,
+                variant.num_warps,
             )
         return Layout(per_rank, per_expert, is_token_in_rank)
 
@@ -202,10 +210,10 @@ class GpuEngine:
         num_tokens, hidden = handle.is_token_in_rank.size(0), x.size(1)
         num_topk = 0 if weights is None else weights.size(1)
         align = min([_words(x, hidden)[1], *(_alignment(bias) for bias in request.biases)])
-        kind = ("combine", x.dtype, hidden, align, num_topk, len(request.biases), request.config.num_sms)
+        kind = CombineKind(x.dtype, hidden, align, num_topk, len(request.biases), request.config.num_sms)
         plan = self._plans.get(kind)
         if plan is None:
-            plan = self._plans[kind] = self._plan_combine(*kind[1:])
+            plan = self._plans[kind] = plan_combine(self.num_ranks, tuning, kernels.type_of, kind)
         staging, num_slots, offsets = self._ensure_staging(plan.layout)
         combined_x = torch.empty(num_tokens, hidden, dtype=x.dtype, device=self.device)
         combined_weights = None
@@ -245,6 +253,17 @@ class GpuEngine:
             tuning.num_warps,
         )
         return combined_x, combined_weights
+
+    def variants(self, shape: ExchangeShape) -> list[Variant]:
+        """Return the kernels that calls of a shape launch."""
+        return variants_of(self._running(), shape, self.num_ranks, self.tuning)
+
+    def reserve(self, shape: ExchangeShape) -> None:
+        """Get memory for calls of a shape, whatever their routing; all ranks do so together."""
+        self._num_max_staged = max(self._num_max_staged, self.num_ranks * shape.num_max_tokens_per_rank)
+        fp8_or_bf16 = 1 if shape.use_fp8 else 2
+        self._ensure_staging(StagingLayout(fp8_or_bf16 * shape.hidden, shape.num_topk, 8, shape.num_scales))
+        self._ensure_staging(StagingLayout(2 * shape.hidden, shape.num_topk))
 
     def local_bytes(self) -> Tensor:
         """Return this rank's staging memory as a uint8 tensor."""
@@ -289,13 +308,13 @@ class GpuEngine:
             hint="raise num_nvl_bytes",
         )
 
-    def _running(self) -> _Kernels:
+    def _running(self) -> Kernels:
         """Check that calls are possible; load the kernels at the first one."""
         if self._control is None:
             raise DestroyedError("this engine has been closed", hint="make a new Buffer")
         self.check()
         if self._kernels is None:
-            self._kernels = _Kernels()
+            self._kernels = load_kernels()
         return self._kernels
 
     def _notify(self, request: DispatchRequest, num_channels: int, num_experts: int, *, waits: bool) -> Handle:
@@ -309,10 +328,10 @@ class GpuEngine:
         rank_prefix_matrix = parts[1].view(num_ranks, num_ranks)
         channel_prefix_matrix = parts[2].view(num_ranks, num_channels)
         recv_channel_prefix_matrix = parts[3].view(num_ranks, num_channels)
-        ranks_block = next_power_of_two(num_ranks)
+        variant = notify_variant(kernels, num_ranks, num_channels)
         self._ticket += 1
         kernels.launch(
-            kernels.layout.notify_kernel,
+            variant.kernel,
             num_channels + 1,
             (
                 is_token_in_rank.data_ptr(),
@@ -332,8 +351,8 @@ class GpuEngine:
                 self.rank,
                 self._timeout,
             ),
-            (num_ranks, ranks_block, next_power_of_two(num_channels), max(2048 // ranks_block, 1), 256),
-            8,
+            variant.constants,
+            variant.num_warps,
         )
         return Handle(
             rank_prefix_matrix,
@@ -379,10 +398,10 @@ class GpuEngine:
         num_scales = 0 if scales is None else scales.size(1)
         idx_dtype = torch.int64 if topk_idx is None else topk_idx.dtype
         _, align, row_words = _words(x, hidden)
-        kind = ("dispatch", x.dtype, hidden, align, num_topk, idx_dtype, num_scales, meta is not None, config.num_sms)
+        kind = DispatchKind(x.dtype, hidden, align, num_topk, idx_dtype, num_scales, meta is not None, config.num_sms)
         plan = self._plans.get(kind)
         if plan is None:
-            plan = self._plans[kind] = self._plan_dispatch(*kind[1:])
+            plan = self._plans[kind] = plan_dispatch(self.num_ranks, tuning, kernels.type_of, kind)
         staging, num_slots, offsets = self._ensure_staging(plan.layout)
         recv_x = torch.empty(num_recv, hidden, dtype=x.dtype, device=self.device)
         recv_scales = None
@@ -430,67 +449,6 @@ class GpuEngine:
         )
         return recv_x, recv_scales
 
-    def _plan_dispatch(
-        self,
-        dtype: torch.dtype,
-        hidden: int,
-        align: int,
-        num_topk: int,
-        idx_dtype: torch.dtype,
-        num_scales: int,
-        has_meta: bool,
-        num_sms: int,
-    ) -> _Plan:
-        """Work out what all dispatches of one kind have in common."""
-        kernels, tuning = self._running(), self.tuning
-        row_bytes = hidden * dtype.itemsize
-        word, row_words = _word_of(align), row_bytes // _word_of(align).itemsize
-        columns = tile_columns(row_words, 4096 // word.itemsize)
-        constants = (
-            self.num_ranks,
-            next_power_of_two(self.num_ranks),
-            kernels.type_of(word),
-            align,
-            row_words,
-            max(tuning.push_bytes // (columns * word.itemsize), 1),
-            columns,
-            next_power_of_two(tuning.copy_bytes // word.itemsize),
-            kernels.type_of(idx_dtype),
-            next_power_of_two(num_topk) if num_topk else 0,
-            next_power_of_two(num_scales) if num_scales else 0,
-            has_meta,
-            tuning.stream,
-        )
-        layout = StagingLayout(row_bytes, num_topk, idx_dtype.itemsize if num_topk else 0, num_scales)
-        split = split_programs(num_sms, self.num_ranks, tuning.num_channels_per_peer)
-        return _Plan(constants, layout, unit_rows(tuning, row_bytes), *split)
-
-    def _plan_combine(
-        self, dtype: torch.dtype, hidden: int, align: int, num_topk: int, num_biases: int, num_sms: int
-    ) -> _Plan:
-        """Work out what all combines of one kind have in common."""
-        kernels, tuning = self._running(), self.tuning
-        row_bytes = hidden * dtype.itemsize
-        word = _word_of(align)
-        tile_tokens, max_columns = combine_tile(tuning, self.num_ranks)
-        constants = (
-            self.num_ranks,
-            next_power_of_two(self.num_ranks),
-            kernels.type_of(dtype),
-            kernels.type_of(word),
-            align,
-            hidden,
-            row_bytes // word.itemsize,
-            tile_tokens,
-            tile_columns(hidden, max_columns),
-            next_power_of_two(tuning.copy_bytes // word.itemsize),
-            next_power_of_two(num_topk) if num_topk else 0,
-            num_biases,
-            tuning.stream,
-        )
-        split = split_programs(num_sms, self.num_ranks, tuning.num_channels_per_peer)
-        return _Plan(constants, StagingLayout(row_bytes, num_topk), unit_rows(tuning, row_bytes), *split)
-
     def _control_table(self) -> int:
         assert self._control is not None
         return self._control.table.data_ptr()
@@ -536,50 +494,6 @@ class GpuEngine:
         return pinned, (ctypes.c_int64 * num_words).from_address(pinned.data_ptr())
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What all calls of one kind have in common."""
-
-    constants: tuple[Any, ...]
-    layout: StagingLayout
-    unit_rows: int
-    num_programs: int
-    num_senders: int
-    first_receiver: int
-
-
-class _Kernels:
-    """The kernel modules, imported when the first call needs them: they need Triton."""
-
-    def __init__(self) -> None:
-        try:
-            import triton.language as tl
-        except ImportError:
-            raise UnsupportedError(
-                "exchanges between GPUs need Triton, which is not installed", hint="run `pip install triton`"
-            ) from None
-        from deep_ep.kernels import combine, dispatch, layout
-        from deep_ep.kernels.launch import launch
-
-        self.layout: ModuleType = layout
-        self.dispatch: ModuleType = dispatch
-        self.combine: ModuleType = combine
-        self.launch: Callable[..., None] = launch
-        self._types: dict[torch.dtype, Any] = {
-            torch.int64: tl.int64,
-            torch.int32: tl.int32,
-            torch.int16: tl.int16,
-            torch.uint8: tl.int8,
-            torch.bfloat16: tl.bfloat16,
-            torch.float16: tl.float16,
-            torch.float32: tl.float32,
-        }
-
-    def type_of(self, dtype: torch.dtype) -> Any:
-        """Return Triton's name of a dtype."""
-        return self._types[dtype]
-
-
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -594,12 +508,8 @@ def _words(x: Tensor, hidden: int) -> tuple[torch.dtype, int, int]:
     """Return the widest word that rows of `x` can be moved in, their alignment in bytes, and words per row."""
     row_bytes = hidden * x.element_size() | 16
     align = min(row_bytes & -row_bytes, _alignment(x))
-    word = _word_of(align)
+    word = word_of(align)
     return word, align, hidden * x.element_size() // word.itemsize
-
-
-def _word_of(align: int) -> torch.dtype:
-    return _WORDS.get(align, torch.int64)
 
 
 def _unit_tokens(num_tokens: int, unit_tokens: int) -> int:

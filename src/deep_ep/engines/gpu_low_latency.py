@@ -17,7 +17,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -32,25 +31,29 @@ from deep_ep.engines.base import (
     Pending,
     RowFormat,
 )
+from deep_ep.engines.gpu_kernels import Kernels, load_kernels
+from deep_ep.engines.gpu_plans import Variant
 from deep_ep.engines.low_latency_plans import (
     CombinePlan,
     DispatchPlan,
     LowLatencyTuning,
     Shape,
+    has_native_fp8,
     plan_combine,
     plan_dispatch,
+    variants_of,
 )
 from deep_ep.engines.routing import expert_range
-from deep_ep.errors import CapacityError, ConfigError, DestroyedError, PeerTimeoutError, UnsupportedError
+from deep_ep.errors import CapacityError, ConfigError, DestroyedError, PeerTimeoutError
 from deep_ep.low_latency_layout import RegionLayout
 from deep_ep.memory.cuda import CudaMemory
 from deep_ep.memory.rendezvous import AllGather, Rendezvous
 from deep_ep.memory.staged import StagedMemory
+from deep_ep.shapes import ExchangeShape
 
 _SPINS_PER_SECOND = 4000
 """About as often as the interpreter can look at a signal."""
 _INTERPRETED_PROGRAMS = 24
-_NATIVE_FP8_CAPABILITY = (8, 9)
 _SHARED_THREADS_PER_SM = 256
 
 
@@ -103,7 +106,7 @@ class GpuLowLatencyEngine:
         self._timeout = int(timeout_s * (_SPINS_PER_SECOND if self._is_interpreted else 1e9))
         self._num_max_programs = self._count_programs()
         self._lock = threading.Lock()
-        self._kernels: _Kernels | None = None
+        self._kernels: Kernels | None = None
         self._region = RegionLayout(0, 0)
         self._memory: _Memory | None = None
         self._kept: list[_Memory] = []
@@ -152,7 +155,7 @@ class GpuLowLatencyEngine:
                 # A launch that only receives has a door before the receivers.
                 first_receiver = first_receiver if sends else 1
                 kernels.launch(
-                    kernels.dispatch.dispatch_kernel,
+                    kernels.low_latency_dispatch.dispatch_kernel,
                     first_receiver + num_receivers * receives,
                     (
                         request.x.data_ptr(),
@@ -210,7 +213,7 @@ class GpuLowLatencyEngine:
                 first_sender, first_receiver, num_receivers = plan.programs(num_tokens, self._num_max_programs)
                 first_receiver = first_receiver if sends else 1
                 kernels.launch(
-                    kernels.combine.combine_kernel,
+                    kernels.low_latency_combine.combine_kernel,
                     first_receiver + num_receivers * receives,
                     (
                         request.x.data_ptr(),
@@ -245,11 +248,23 @@ class GpuLowLatencyEngine:
 
             return self._start(out, run, split=split)
 
-    def reserve(self, num_words: int, data_bytes: int) -> None:
-        """Get memory for calls to come, as `deep_ep.low_latency_layout.region_for` says; all ranks do so together."""
+    def variants(self, shape: ExchangeShape) -> list[Variant]:
+        """Return the kernels that calls of a shape launch."""
+        return variants_of(self._running(), shape, self.num_ranks, self.tuning, has_native_fp8=self._has_native_fp8())
+
+    def reserve(self, shape: ExchangeShape) -> None:
+        """Get memory for calls of a shape; all ranks do so together."""
+        region = low_latency_layout.region_for(
+            shape.num_max_tokens_per_rank,
+            shape.hidden,
+            self.num_ranks,
+            shape.num_experts,
+            shape.num_topk,
+            self.tuning.wire_bits,
+        )
         with self._lock:
             self._running()
-            self._ensure_memory(num_words, data_bytes)
+            self._ensure_memory(region.num_words, region.data_bytes)
 
     def num_bytes(self) -> int:
         """Return how many bytes this rank shares now."""
@@ -325,13 +340,13 @@ class GpuLowLatencyEngine:
             stream.wait_stream(self._last_stream)
         self._last_stream = stream
 
-    def _running(self) -> _Kernels:
+    def _running(self) -> Kernels:
         """Check that calls are possible; load the kernels at the first one."""
         if self._is_closed:
             raise DestroyedError("this engine has been closed", hint="make a new Buffer")
         self.check()
         if self._kernels is None:
-            self._kernels = _Kernels()
+            self._kernels = load_kernels()
         return self._kernels
 
     def _ensure_memory(self, num_words: int, data_bytes: int) -> tuple[RegionLayout, int]:
@@ -383,7 +398,10 @@ class GpuLowLatencyEngine:
             programs_per_sm = min(programs_per_sm, _SHARED_THREADS_PER_SM // (32 * self.tuning.num_warps))
         return max(properties.multi_processor_count * programs_per_sm // num_sharing, 8)
 
-    def _dispatch_plan(self, kernels: _Kernels, request: LowLatencyDispatchRequest) -> DispatchPlan:
+    def _has_native_fp8(self) -> bool:
+        return not self._is_interpreted and has_native_fp8(torch.cuda.get_device_capability(self.device))
+
+    def _dispatch_plan(self, kernels: Kernels, request: LowLatencyDispatchRequest) -> DispatchPlan:
         shape = Shape(
             self.num_ranks,
             request.x.size(1),
@@ -397,14 +415,12 @@ class GpuLowLatencyEngine:
         plan = self._dispatch_plans.get(key)
         if plan is None:
             self._raise_if_too_many(shape)
-            has_native_fp8 = (
-                not self._is_interpreted and torch.cuda.get_device_capability(self.device) >= _NATIVE_FP8_CAPABILITY
-            )
-            plan = plan_dispatch(shape, request.row_format, kernels.type_of, has_native_fp8=has_native_fp8)
+            is_native = self._has_native_fp8()
+            plan = plan_dispatch(shape, request.row_format, kernels.type_of, has_native_fp8=is_native)
             self._dispatch_plans[key] = plan
         return plan
 
-    def _combine_plan(self, kernels: _Kernels, request: LowLatencyCombineRequest, out: Tensor) -> CombinePlan:
+    def _combine_plan(self, kernels: Kernels, request: LowLatencyCombineRequest, out: Tensor) -> CombinePlan:
         handle = request.handle
         shape = Shape(
             self.num_ranks,
@@ -433,34 +449,6 @@ class GpuLowLatencyEngine:
     def _num_own(self, num_experts: int) -> int:
         begin, end = expert_range(self.rank, num_experts, self.num_ranks)
         return end - begin
-
-
-class _Kernels:
-    """The kernel modules, imported when the first call needs them: they need Triton."""
-
-    def __init__(self) -> None:
-        try:
-            import triton.language as tl
-        except ImportError:
-            raise UnsupportedError(
-                "exchanges between GPUs need Triton, which is not installed", hint="run `pip install triton`"
-            ) from None
-        from deep_ep.kernels import low_latency_combine, low_latency_dispatch
-        from deep_ep.kernels.launch import launch
-
-        self.dispatch: ModuleType = low_latency_dispatch
-        self.combine: ModuleType = low_latency_combine
-        self.launch: Callable[..., None] = launch
-        self._types: dict[torch.dtype, object] = {
-            torch.int64: tl.int64,
-            torch.int32: tl.int32,
-            torch.int16: tl.int16,
-            torch.uint8: tl.int8,
-        }
-
-    def type_of(self, dtype: torch.dtype) -> object:
-        """Return Triton's name of a dtype."""
-        return self._types[dtype]
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -11,13 +11,17 @@ from dataclasses import dataclass
 import torch
 
 from deep_ep.engines.base import RowFormat
+from deep_ep.engines.gpu_kernels import Kernels
+from deep_ep.engines.gpu_plans import Variant, row_alignment
 from deep_ep.low_latency_layout import CombineLayout, DispatchLayout
+from deep_ep.shapes import ExchangeShape
 from deep_ep.tuning import next_power_of_two
 
 GROUP_CHANNELS = 128
 _TILE_VALUES = 8192
 """Values that a program of four warps holds in registers at a time."""
 _EXPERTS_BLOCK = 8
+_NATIVE_FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +166,41 @@ def plan_combine(shape: Shape, wire_bits: int, out_align: int, type_of: Callable
         layout.low_offset // (2 if wire_bits == 32 else 1),
     )
     return CombinePlan(layout, constants, -(-shape.hidden // columns))
+
+
+def variants_of(
+    kernels: Kernels, shape: ExchangeShape, num_ranks: int, tuning: LowLatencyTuning, *, has_native_fp8: bool
+) -> list[Variant]:
+    """Return the kernels of a layer: dispatch and combine, each as one launch and as two halves.
+
+    Rows are taken to begin at multiples of 16 bytes where their size allows it, as those of whole tensors do, and
+    expert ids to be int64.
+    """
+    plan_shape = Shape(
+        num_ranks,
+        shape.hidden,
+        shape.num_topk,
+        shape.num_max_tokens_per_rank,
+        shape.num_experts,
+        torch.int64,
+        row_alignment(torch.bfloat16, shape.hidden),
+    )
+    row_format = RowFormat.FP8 if shape.use_fp8 else RowFormat.BF16
+    dispatch = plan_dispatch(plan_shape, row_format, kernels.type_of, has_native_fp8=has_native_fp8)
+    combine = plan_combine(plan_shape, tuning.wire_bits, plan_shape.align, kernels.type_of)
+    return [
+        Variant(kernel, (*plan.constants, *halves), tuning.num_warps)
+        for kernel, plan in (
+            (kernels.low_latency_dispatch.dispatch_kernel, dispatch),
+            (kernels.low_latency_combine.combine_kernel, combine),
+        )
+        for halves in ((True, True), (True, False), (False, True))
+    ]
+
+
+def has_native_fp8(capability: tuple[int, int]) -> bool:
+    """Return whether GPUs of a compute capability convert to and from fp8 themselves."""
+    return capability >= _NATIVE_FP8_CAPABILITY
 
 
 def _tokens_at_once(topk: int, num_experts: int) -> int:

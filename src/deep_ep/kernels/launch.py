@@ -1,12 +1,29 @@
-"""Launching kernels at little cost to the host.
+"""Compiling, loading and launching kernels, at little cost to the host.
 
-``kernel[grid](...)`` binds, specialises and looks up at every call, about 22 us. Our kernels take 64-bit integers that
-never specialise, so what to run is known from the constants alone: it is looked up here, by them, and run directly.
+``kernel[grid](...)`` of Triton binds, specialises and looks up at every call, about 22 us. Our kernels take 64-bit
+integers that never specialise, so what to run is known from the constants alone: it is looked up here, by them, and run
+directly. A variant that this process has not used comes from the cache on disk (`deep_ep.kernel_cache`), or is
+compiled. `prepare` does all that without a launch.
 """
 
-import triton
+import re
+import threading
 
-_compiled = {}
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from deep_ep import kernel_cache
+from deep_ep.cuda_driver import LoadedKernel
+from deep_ep.errors import UnsupportedError
+from deep_ep.phases import phase
+
+_loaded = {}
+_loading = {}
+_lock = threading.Lock()
+_current_device = getattr(torch._C, "_cuda_getDevice", None)
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def launch(kernel, num_programs, arguments, constants, num_warps):
@@ -18,22 +35,91 @@ def launch(kernel, num_programs, arguments, constants, num_warps):
         arguments: The values of its run-time parameters, integers, in order.
         constants: The values of its `tl.constexpr` parameters, in order, which follow the others.
         num_warps: Warps per program.
+
+    Raises:
+        UnsupportedError: If the variant is not loaded and the stream is being captured.
     """
     if triton.knobs.runtime.interpret:
         kernel[(num_programs,)](*arguments, *constants)
         return
-    driver = triton.runtime.driver.active
-    device = driver.get_current_device()
+    device = _current_device()
+    loaded = _loaded.get((id(kernel), device, constants, num_warps))
+    if loaded is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                f"{name_of(kernel)} is used for the first time while a CUDA graph is captured, and must be compiled or "
+                "loaded before",
+                hint="make the same call once before the capture, or warm the buffer: Buffer(preinitialize=True), "
+                "buffer.warmup_async(shapes=...).wait()",
+            )
+        loaded = prepare(kernel, constants, num_warps)
+    loaded.launch(num_programs, _current_stream(device), arguments)
+
+
+def prepare(kernel, constants, num_warps):
+    """Compile a variant of a kernel, or read it from disk, and load it on the current device; return it.
+
+    Several threads may prepare at once: a second one that wants the same variant waits for the first.
+    """
+    if triton.knobs.runtime.interpret:
+        return None
+    device = _current_device()
     key = (id(kernel), device, constants, num_warps)
-    compiled = _compiled.get(key)
-    if compiled is None:
-        _compiled[key] = kernel[(num_programs,)](*arguments, *constants, num_warps=num_warps)
-        return
-    stream = driver.get_current_stream(device)
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    run(num_programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *constants)
+    with _lock:
+        loading = _loading.setdefault(key, threading.Lock())
+    with loading:
+        if key not in _loaded:
+            capability = 10 * torch.cuda.get_device_capability(device)[0] + torch.cuda.get_device_capability(device)[1]
+            code = find(kernel, constants, num_warps, capability)
+            with phase("load"):
+                _loaded[key] = LoadedKernel(code)
+    return _loaded[key]
+
+
+def find(kernel, constants, num_warps, capability):
+    """Return the code of a variant for a compute capability, from disk or compiled; needs no GPU.
+
+    Args:
+        kernel: As in `launch`, like the next two.
+        constants: See above.
+        num_warps: See above.
+        capability: 90 for compute capability 9.0.
+    """
+    key = kernel_cache.key_of(name_of(kernel), constants, num_warps, capability)
+    return kernel_cache.find_or_compile(key, lambda: compile_for(kernel, constants, num_warps, capability))
+
+
+def compile_for(kernel, constants, num_warps, capability):
+    """Compile a variant for a compute capability; needs no GPU."""
+    names = [parameter.name for parameter in kernel.params]
+    constant_names = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
+    values = dict(zip(constant_names, constants, strict=True))
+    source = ASTSource(
+        fn=kernel,
+        signature={name: "constexpr" if name in values else "i64" for name in names},
+        constexprs={(names.index(name),): value for name, value in values.items()},
+    )
+    options = {"num_warps": num_warps, "enable_fp_fusion": True}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    metadata = compiled.metadata
+    # Beside our arguments the code has parameters for scratch memory, which must be of no size.
+    assert metadata.global_scratch_size == 0
+    assert metadata.num_ctas == 1
+    assert not metadata.launch_cooperative_grid
+    return kernel_cache.KernelCode(
+        name=metadata.name,
+        num_params=len(re.findall(r"^\s*\.param \.u64 ", compiled.asm["ptx"], re.MULTILINE)),
+        num_warps=metadata.num_warps,
+        shared_bytes=metadata.shared,
+        cubin=compiled.asm["cubin"],
+    )
+
+
+def name_of(kernel):
+    """Return the module and name of a kernel."""
+    return f"{kernel.fn.__module__}.{kernel.fn.__name__}"
 
 
 def num_compiled():
     """Return how many variants of kernels have been compiled or loaded in this process."""
-    return len(_compiled)
+    return len(_loaded)
