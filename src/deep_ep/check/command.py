@@ -47,7 +47,7 @@ def command(num_ranks: int, timeout_s: float, as_json: bool) -> None:
     _show_findings(screen, findings, as_json=as_json)
     _show_variables(screen, as_json=as_json)
     outcomes = []
-    found = paths(len(machine.gpus)) if num_ranks else []
+    found = paths(len(machine.gpus), num_ranks) if num_ranks else []
     with screen.progress("exchanges", len(found)) as advance:
         for path in found:
             outcomes.append(try_path(path, num_ranks, timeout_s))

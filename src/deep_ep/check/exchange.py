@@ -12,8 +12,6 @@ from deep_ep.bench import oracle
 from deep_ep.bench.case import Case
 from deep_ep.bench.ranks import Rank, run_ranks
 from deep_ep.errors import DeepEPError
-from deep_ep.memory.rendezvous import Rendezvous
-from deep_ep.topology import discover
 
 CASES = (
     Case(num_tokens=64, hidden=1024, num_topk=4, num_experts=16, routing="zipf"),
@@ -30,11 +28,13 @@ class ExchangePath:
         name: In words.
         device: "cpu" or "cuda".
         variables: Gives the environment variables that make a rank take it.
+        cases: What is carried over it.
     """
 
     name: str
     device: str
     variables: Callable[[int], dict[str, str]]
+    cases: tuple[Case, ...] = CASES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +62,18 @@ def _set(variables: dict[str, str], _: int) -> dict[str, str]:
     return variables
 
 
-def paths(num_gpus: int) -> list[ExchangePath]:
+def _two_hosts(rank: int) -> dict[str, str]:
+    """Let ranks of this machine play two hosts, in turn."""
+    return {"DEEP_EP_NODE_ID": f"host-{rank % 2}"}
+
+
+def paths(num_gpus: int, num_ranks: int) -> list[ExchangePath]:
     """Return the paths between ranks of this machine."""
     found = [ExchangePath(name="CPU ranks, shared host memory", device="cpu", variables=partial(_set, {}))]
+    if num_ranks > 1:
+        normal = tuple(case for case in CASES if case.mode == "normal")
+        name = "CPU ranks, network, as if on two hosts"
+        found.append(ExchangePath(name=name, device="cpu", variables=_two_hosts, cases=normal))
     if num_gpus:
         direct = "GPU peer access" if num_gpus > 1 else "one GPU"
         for name, switch in ((f"GPU ranks, {direct}", "1"), ("GPU ranks, pinned host memory", "0")):
@@ -78,7 +87,7 @@ def try_path(path: ExchangePath, num_ranks: int, timeout_s: float) -> Outcome:
     began, num_claims, table, error = time.monotonic(), 0, "", None
     try:
         results: list[Any] = run_ranks(
-            num_ranks, exchange, device=path.device, variables=path.variables, timeout_s=timeout_s
+            num_ranks, exchange, path.cases, device=path.device, variables=path.variables, timeout_s=timeout_s
         )
         num_claims, table = results[0]
     except DeepEPError as raised:
@@ -89,11 +98,10 @@ def try_path(path: ExchangePath, num_ranks: int, timeout_s: float) -> Outcome:
     )
 
 
-def exchange(rank: Rank) -> tuple[int, str]:
+def exchange(rank: Rank, cases: tuple[Case, ...]) -> tuple[int, str]:
     """Verify every case on this rank; return how many claims held, and how each rank reaches each other."""
-    topology = discover(rank.rank, Rendezvous(rank.group).all_gather, rank.device)
-    buffer = oracle.make_buffer(rank, *CASES)
+    buffer = oracle.make_buffer(rank, *cases)
     try:
-        return sum(oracle.require_verified(rank, buffer, case) for case in CASES), topology.table()
+        return sum(oracle.require_verified(rank, buffer, case) for case in cases), buffer.topology.table()
     finally:
         buffer.destroy()
