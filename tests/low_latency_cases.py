@@ -22,6 +22,7 @@ from deep_ep.engines.base import (
 from deep_ep.reference import local_experts
 
 FORMATS = list(RowFormat)
+_NUM_DIFFERENT_ROWS = 509
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,10 @@ def make_inputs(case: Case, num_ranks: int, seed: int) -> Inputs:
         inputs.topk_idx.append(topk_idx.to(case.idx_dtype))
         inputs.topk_weights.append(torch.rand(num_tokens, case.num_topk, generator=generator))
         num_own = len(local_experts(case.num_experts, num_ranks)[rank])
-        rows = torch.randn(num_own, num_ranks * case.num_max_tokens, case.hidden, generator=generator)
-        inputs.y.append((rows * case.scale).bfloat16())
+        # Of some hundred different rows, as there may be hundreds of thousands.
+        rows = (torch.randn(_NUM_DIFFERENT_ROWS, case.hidden, generator=generator) * case.scale).bfloat16()
+        shape = (num_own, num_ranks * case.num_max_tokens)
+        inputs.y.append(rows[torch.randint(_NUM_DIFFERENT_ROWS, shape, generator=generator)])
     return inputs
 
 

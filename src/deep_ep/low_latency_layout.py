@@ -39,9 +39,12 @@ WORD_BYTES = 8
 ACKS = 0
 HEAD_BYTES = 2 * MAX_RANKS * WORD_BYTES
 
-# A rank's private state goes on where that of `deep_ep.gpu_layout` ends: the last finished call of each half.
+# A rank's private state goes on where that of `deep_ep.gpu_layout` ends: the last finished call of each half, and the
+# number of calls begun, in units of `CALL`.
 STATE_DONE = 3
+STATE_CALLS = 5
 STATE_WORDS = 8
+CALL = 1 << 20
 
 AWAITED = (
     "the end of its call before last",

@@ -143,7 +143,7 @@ class GpuLowLatencyEngine:
             src_info = torch.empty(num_own, num_rows, dtype=torch.int32, device=device)
             layout_range = torch.empty(num_own, self.num_ranks, dtype=torch.int64, device=device)
             recv_count = torch.empty(num_own, dtype=torch.int32, device=device)
-            call = torch.empty(1, dtype=torch.int64, device=device) if split else None
+            call = torch.empty(1, dtype=torch.int64, device=device) if self._is_in_two(split) else None
             region, table = self._ensure_memory(plan.layout.num_words, plan.layout.data_bytes)
             handle = LowLatencyHandle(
                 src_info, layout_range, request.num_max_tokens_per_rank, hidden, request.num_experts
@@ -151,12 +151,10 @@ class GpuLowLatencyEngine:
             result = LowLatencyDispatchResult(x=recv_x, scales=recv_scales, recv_count=recv_count, handle=handle)
 
             def run(*, sends: bool, receives: bool) -> None:
-                first_sender, first_receiver, num_receivers = plan.programs(request.x.size(0), self._num_max_programs)
-                # A launch that only receives has a door before the receivers.
-                first_receiver = first_receiver if sends else 1
+                programs = plan.programs(request.x.size(0), self._num_max_programs)
                 kernels.launch(
                     kernels.low_latency_dispatch.dispatch_kernel,
-                    first_receiver + num_receivers * receives,
+                    programs.count(sends=sends, receives=receives),
                     (
                         request.x.data_ptr(),
                         request.topk_idx.data_ptr(),
@@ -182,8 +180,8 @@ class GpuLowLatencyEngine:
                         request.topk_idx.size(1),
                         request.num_experts,
                         self.rank,
-                        first_sender,
-                        first_receiver,
+                        programs.first_sender,
+                        programs.num_senders,
                         self._timeout,
                     ),
                     (*plan.constants, sends, receives),
@@ -206,15 +204,14 @@ class GpuLowLatencyEngine:
             if out is None:
                 out = torch.empty(num_tokens, handle.hidden, dtype=torch.bfloat16, device=self.device)
             plan = self._combine_plan(kernels, request, out)
-            call = torch.empty(1, dtype=torch.int64, device=self.device) if split else None
+            call = torch.empty(1, dtype=torch.int64, device=self.device) if self._is_in_two(split) else None
             region, table = self._ensure_memory(plan.layout.num_words, plan.layout.data_bytes)
 
             def run(*, sends: bool, receives: bool) -> None:
-                first_sender, first_receiver, num_receivers = plan.programs(num_tokens, self._num_max_programs)
-                first_receiver = first_receiver if sends else 1
+                programs = plan.programs(num_tokens, self._num_max_programs)
                 kernels.launch(
                     kernels.low_latency_combine.combine_kernel,
-                    first_receiver + num_receivers * receives,
+                    programs.count(sends=sends, receives=receives),
                     (
                         request.x.data_ptr(),
                         request.topk_idx.data_ptr(),
@@ -238,8 +235,8 @@ class GpuLowLatencyEngine:
                         handle.num_experts,
                         self._num_own(handle.num_experts),
                         self.rank,
-                        first_sender,
-                        first_receiver,
+                        programs.first_sender,
+                        programs.num_senders,
                         self._timeout,
                     ),
                     (*plan.constants, sends, receives),
@@ -315,7 +312,11 @@ class GpuLowLatencyEngine:
         self._num_calls = number
         self._follow_last_launch()
         if not split:
-            run(sends=True, receives=True)
+            if self._is_in_two(split):
+                run(sends=True, receives=False)
+                run(sends=False, receives=True)
+            else:
+                run(sends=True, receives=True)
             return Pending(result, _do_nothing)
         run(sends=True, receives=False)
         self._in_flight.append(number)
@@ -330,6 +331,10 @@ class GpuLowLatencyEngine:
                 run(sends=False, receives=True)
 
         return Pending(result, finish)
+
+    def _is_in_two(self, split: bool) -> bool:
+        """Return whether a call has two launches: in the interpreter, always, as programs run one after the other."""
+        return split or self._is_interpreted
 
     def _follow_last_launch(self) -> None:
         """Make the current stream wait for the last launch if that was on another one."""

@@ -64,24 +64,45 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
+class Programs:
+    """How the programs of a launch share the work: one, the announcers, the senders, and all but the first receive.
+
+    Attributes:
+        first_sender: The number of the first sender; announcers are those from 1 on before it.
+        num_senders: How many senders there are.
+        num_useful: How many programs a launch that only receives has use for.
+        num_most: How many fit on the device at once.
+    """
+
+    first_sender: int
+    num_senders: int
+    num_useful: int
+    num_most: int
+
+    def count(self, *, sends: bool, receives: bool) -> int:
+        """Return the size of a launch's grid. Where rows are few, those who receive them have nothing else to do."""
+        num_sending = self.first_sender + self.num_senders if sends else 0
+        return max(min(num_sending + self.num_useful * receives, self.num_most), num_sending)
+
+
+@dataclass(frozen=True, slots=True)
 class DispatchPlan:
     """Layout, the values of the kernel's constants, and scales per row."""
 
     layout: DispatchLayout
     constants: tuple[object, ...]
 
-    def programs(self, num_tokens: int, num_max_programs: int) -> tuple[int, int, int]:
-        """Return the first sender, the first receiver and how many receivers there are.
+    def programs(self, num_tokens: int, num_max_programs: int) -> Programs:
+        """Return how the programs of a launch share the work.
 
-        Example: for 128 tokens of 2 ranks, 256 experts and at most 396 programs there are a door, 32 announcers, 120
-        senders, the clerk and 242 receivers.
+        Example: for 128 tokens of 2 ranks, 256 experts and at most 396 programs there are the first, 32 announcers,
+        128 senders and 235 others; a launch that only receives has 257 programs.
         """
         layout = self.layout
-        num_announcers = min(-(-layout.num_experts // _EXPERTS_BLOCK), max(num_max_programs // 8, 1))
-        num_left = num_max_programs - 2 - num_announcers
-        num_senders = min(num_tokens, max(num_left // 3, 1))
-        num_receivers = min(layout.num_ranks * layout.num_max_tokens, max(num_left - num_senders, 1))
-        return 1 + num_announcers, 1 + num_announcers + num_senders, 1 + num_receivers
+        num_announcers = min(-(-layout.num_experts // _EXPERTS_BLOCK), max((num_max_programs - 1) // 4, 1))
+        num_senders = min(max(num_tokens, 1), max(num_max_programs - 1 - num_announcers, 1))
+        num_rows = layout.num_ranks * layout.num_max_tokens
+        return Programs(1 + num_announcers, num_senders, 1 + num_rows, num_max_programs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +113,13 @@ class CombinePlan:
     constants: tuple[object, ...]
     num_parts: int
 
-    def programs(self, num_tokens: int, num_max_programs: int) -> tuple[int, int, int]:
-        """Return the first sender, the first receiver and how many receivers there are."""
+    def programs(self, num_tokens: int, num_max_programs: int) -> Programs:
+        """Return how the programs of a launch share the work."""
         layout = self.layout
-        num_announcers = min(num_tokens, max(num_max_programs // 6, 1))
-        num_left = num_max_programs - 2 - num_announcers
-        # A token takes a sender much longer than a receiver, who finds most of its work done.
-        num_senders = min(layout.num_ranks * layout.num_max_tokens, max(num_left * 4 // 5, 1))
-        num_receivers = min(max(num_tokens * self.num_parts, 1), max(num_left - num_senders, 1))
-        return 2 + num_announcers, 2 + num_announcers + num_senders, num_receivers
+        num_announcers = min(max(num_tokens, 1), max((num_max_programs - 1) // 3, 1))
+        num_sums = layout.num_ranks * layout.num_max_tokens * layout.num_pieces
+        num_senders = min(max(num_sums, 1), max(num_max_programs - 1 - num_announcers, 1))
+        return Programs(1 + num_announcers, num_senders, 1 + max(num_tokens, 1) * self.num_parts, num_max_programs)
 
 
 def plan_dispatch(

@@ -22,36 +22,47 @@ its successor finds the ACKS that it needs already there:
 A call in two launches is finished by its second one; between them there may be the launches of one other call. A third
 call would wait for the first one to finish, on the same rank: the host refuses it.
 
-**The number of a call** is read by every program when it begins and advanced once all of them have done so; the
-programs of a second launch read what the first one left for them. So a CUDA graph may hold any number of calls, odd or
-even, and graphs may be replayed in any order between other calls, as long as all ranks do the same.
+**The number of a call** is read by every program when it begins, and advanced by all of them together: the word
+counts in units of `CALL`, each program adds 1 and the first one what is missing to a unit, so the unit is full when
+the last program has read it, and nobody waits for that. The programs of a second launch read what the first one left
+for them. So a CUDA graph may hold any number of calls, odd or even, and graphs may be replayed in any order between
+other calls, as long as all ranks do the same.
 
-**Order.** Programs that others wait for come first in a launch: those that announce, those that send, those that
-receive. All of them fit on the device together. No result depends on which is fast: rows have places that are counted
-from the routing (`tokens_naming`), and sums have an order.
+Example: a launch of 3 programs begins call 5, so the word is 4 units. The programs add 1 unit - 2, 1 and 1, in any
+order; before the last of them it is less than 5 units, and after it 5.
+
+**Order.** All programs of a launch fit on the device together. Each announces or sends first, and receives when that
+is done, so that nobody whom others wait for waits for them. (The interpreter runs programs one after the other: there,
+sending and receiving are two launches, and programs that announce come before those that wait for it.) No result
+depends on which is fast: rows have places that are counted from the routing (`tokens_naming`), and sums have an order.
 """
 
 import triton
 import triton.language as tl
 
-from deep_ep import gpu_layout, low_latency_layout
+from deep_ep import low_latency_layout
 from deep_ep.kernels.layout import first_expert, owner_of
-from deep_ep.kernels.signal import INTERPRET, begin, post_all, wait_all, words_at
+from deep_ep.kernels.signal import INTERPRET, add_one, deadline_of, post_all, wait_all, words_at
 
 ACKS = tl.constexpr(low_latency_layout.ACKS)
 MAX_RANKS = tl.constexpr(low_latency_layout.MAX_RANKS)
 AWAIT_ACK = tl.constexpr(low_latency_layout.AWAIT_ACK)
 AWAIT_TOKENS = tl.constexpr(low_latency_layout.AWAIT_TOKENS)
 STATE_DONE = tl.constexpr(low_latency_layout.STATE_DONE)
-STATE_LAUNCH = tl.constexpr(gpu_layout.STATE_LAUNCH)
-STATE_ENDED = tl.constexpr(gpu_layout.STATE_ENDED)
+STATE_CALLS = tl.constexpr(low_latency_layout.STATE_CALLS)
+CALL = tl.constexpr(low_latency_layout.CALL)
 
 
 @triton.jit
-def begin_call(state, call, timeout, SENDS: tl.constexpr):
+def begin_call(state, call, timeout, program, SENDS: tl.constexpr):
     """Return the number of this call and the deadline of its waits; `call` is where a first launch left the number."""
-    launch, deadline = begin(state, timeout)
-    if not SENDS:
+    deadline = deadline_of(state, timeout)
+    if SENDS:
+        launch = tl.load(state + STATE_CALLS) // CALL + 1
+        # All threads of this program have read the word before it changes.
+        tl.debug_barrier()
+        add_one(state + STATE_CALLS, tl.where(program == 0, CALL - tl.num_programs(0) + 1, 1).to(tl.int64))
+    else:
         launch = tl.load(call.to(tl.pointer_type(tl.int64)))
     return launch, deadline
 
@@ -81,17 +92,6 @@ def wait_for_half(control, rank, launch, deadline, record, NUM_RANKS: tl.constex
     peer = tl.arange(0, RANKS).to(tl.int64)
     words = words_at(control, rank, ACKS + (launch & 1) * MAX_RANKS + peer)
     wait_all(words, launch - 2, AWAIT_ACK, peer, deadline, record, peer < NUM_RANKS)
-
-
-@triton.jit
-def advance(state, launch):
-    """Count this program as begun; the last one of a launch to do so advances the number of calls."""
-    # All threads of the program have read the number, and through the chain of atomics so have all programs.
-    tl.debug_barrier()
-    num_begun = tl.atomic_add(state + STATE_ENDED, 1, sem="acq_rel", scope="gpu") + 1
-    if num_begun == tl.num_programs(0):
-        tl.store(state + STATE_ENDED, 0)
-        tl.store(state + STATE_LAUNCH, launch)
 
 
 @triton.jit

@@ -1,16 +1,17 @@
 """Low-latency combine: every rank adds the rows that it has of a token, weighted, and sends the source one sum.
 
-`deep_ep.kernels.low_latency` has the protocol, `deep_ep.low_latency_layout` the words and slots. By their order, the
-programs of a launch are
+`deep_ep.kernels.low_latency` has the protocol, `deep_ep.low_latency_layout` the words and slots. The programs of a
+launch are, by their order,
 
-    the door         tells what this rank has finished
-    the herald       TOKENS, to all ranks
-    announcers       a token each, then another: ROUTES, to all ranks, which say by themselves where the token's rows
-                     are (`x` of an expert rank has them where the dispatch put them) and what they weigh
-    senders          a token of any source each, then another: wait for its ROUTES, add its rows in float32, store the
-                     sum in the source's slot for this rank, and SUMS there
-    receivers        a piece of an own token each, then another: wait for the SUMS of the ranks that own its experts,
-                     add them in the order of ranks, round once
+    the first        tells what this rank has finished (the door)
+    announcers       TOKENS, to all ranks; then a token each, then another: ROUTES, to all ranks, which say by
+                     themselves where the token's rows are (`x` of an expert rank has them where the dispatch put them)
+                     and what they weigh
+    senders          a token of any source each, or some pieces of one if tokens are few, then another: wait for its
+                     ROUTES, add its rows in float32, store the sum in the source's slot for this rank, and SUMS there
+
+and all but the first then receive: a part of an own token each, then another: wait for the SUMS of the ranks that own
+its experts, add them in the order of ranks, round once. The last programs, which send least, take the first parts.
 
 A rank that has one row of a token sends that row as it is, in bf16, and the source multiplies it with the weight. The
 sum of more rows travels in 32, 24 or 16 bits (`deep_ep.kernels.quantize`). Both sides see from the routing which.
@@ -24,7 +25,6 @@ import triton.language as tl
 
 from deep_ep import low_latency_layout
 from deep_ep.kernels.low_latency import (
-    advance,
     begin_call,
     clock,
     experts_of,
@@ -37,7 +37,7 @@ from deep_ep.kernels.low_latency import (
 )
 from deep_ep.kernels.quantize import from_bf16_bits, from_planes, round_to_bits
 from deep_ep.kernels.rows import inside
-from deep_ep.kernels.signal import kernel, post_all, wait_all, wait_one, words_at
+from deep_ep.kernels.signal import kernel, pointer, post_all, wait_all, wait_one, words_at
 
 AWAIT_TOKENS = tl.constexpr(low_latency_layout.AWAIT_TOKENS)
 AWAIT_ROUTES = tl.constexpr(low_latency_layout.AWAIT_ROUTES)
@@ -71,7 +71,7 @@ def combine_kernel(
     num_own: tl.int64,
     rank: tl.int64,
     first_sender: tl.int64,
-    first_receiver: tl.int64,
+    num_senders: tl.int64,
     timeout: tl.int64,
     NUM_RANKS: tl.constexpr,
     RANKS: tl.constexpr,
@@ -95,8 +95,8 @@ def combine_kernel(
     control = control.to(tl.pointer_type(tl.int64))
     state = state.to(tl.pointer_type(tl.int64))
     rank, record, num_tokens = rank.to(tl.int64), record.to(tl.int64), num_tokens.to(tl.int64)
-    launch, deadline = begin_call(state, call, timeout, SENDS)
     program = tl.program_id(0).to(tl.int64)
+    launch, deadline = begin_call(state, call, timeout, program, SENDS)
     word = first_word + (launch & 1) * half_words
     data = data_offset + (launch & 1) * half_bytes
 
@@ -104,51 +104,53 @@ def combine_kernel(
         open_door(control, state, call, launch, rank, NUM_RANKS, RANKS, SENDS, RECEIVES)
 
     if SENDS:
-        if (program > 0) & (program < first_receiver):
-            wait_for_half(control, rank, launch, deadline, record, NUM_RANKS, RANKS)
-        if program == 1:
-            post_num_tokens(control, word, rank, launch, num_tokens, NUM_RANKS, RANKS)
-        if (program > 1) & (program < first_sender):
-            for token in range(program - 2, num_tokens, first_sender - 2):
+        if (program > 0) & (program < first_sender):
+            if program == 1:
+                wait_for_half(control, rank, launch, deadline, record, NUM_RANKS, RANKS)
+                post_num_tokens(control, word, rank, launch, num_tokens, NUM_RANKS, RANKS)
+            for token in range(program - 1, num_tokens, first_sender - 1):
                 _announce(
                     topk_idx, topk_weights, control, word + routes, token, rank, launch, num_max_tokens, num_topk,
-                    num_experts, NUM_RANKS, RANKS, IDX, TOPK, TOKENS,
+                    num_experts, deadline, record, NUM_RANKS, RANKS, IDX, TOPK, TOKENS,
                 )  # fmt: skip
-        if (program >= first_sender) & (program < first_receiver):
+        if (program >= first_sender) & (program < first_sender + num_senders):
+            # Whatever came from a peer in this call says that it has finished the call before last.
             num_of_rank = wait_for_num_tokens(
                 control, word, rank, launch, num_max_tokens, deadline, record, NUM_RANKS, RANKS
             )
             peer = tl.arange(0, RANKS)
-            for pair in range(
-                program - first_sender, tl.max(num_of_rank, 0) * NUM_RANKS, first_receiver - first_sender
-            ):
-                src, token = (rank + 1 + pair) % NUM_RANKS, pair // NUM_RANKS
+            num_pairs = (tl.max(num_of_rank, 0) * NUM_RANKS).to(tl.int32)
+            num_pieces: tl.constexpr = (HIDDEN + PIECE - 1) // PIECE
+            num_shares = tl.maximum(tl.minimum(num_senders.to(tl.int32) // tl.maximum(num_pairs, 1), num_pieces), 1)
+            for item in range((program - first_sender).to(tl.int32), num_pairs * num_shares, num_senders.to(tl.int32)):
+                pair, share = item // num_shares, item % num_shares
+                src, token = ((rank + 1 + pair) % NUM_RANKS).to(tl.int64), (pair // NUM_RANKS).to(tl.int64)
                 if token < pick(num_of_rank, peer, src):
                     _send_sum(
-                        x, layout_range, control, word + routes, word + sums, data, src, token, rank, launch,
-                        num_max_tokens, num_topk, num_own, deadline, record,
+                        x, layout_range, control, word + routes, word + sums, data, src, token, share, num_shares,
+                        rank, launch, num_max_tokens, num_topk, num_own, deadline, record,
                         NUM_RANKS, HIDDEN, TOPK, ALIGN, PIECE, PIECES, LOW_BITS, LOW, SLOT_BYTES, LOW_OFFSET,
                     )  # fmt: skip
-        advance(state, launch)
 
     if RECEIVES:
-        if (program == first_receiver) & (wait_stats != 0):
+        if (program == 0) & (wait_stats != 0):
             _time_arrivals(wait_stats, control, word, rank, launch, deadline, record, NUM_RANKS)
-        num_receivers = tl.num_programs(0) - first_receiver
+        num_receivers = tl.num_programs(0) - 1
         num_parts: tl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS
-        if program >= first_receiver:
-            for item in range(program - first_receiver, num_tokens * num_parts, num_receivers):
+        if program > 0:
+            first_item = num_receivers - program.to(tl.int32)
+            for item in range(first_item, num_tokens.to(tl.int32) * num_parts, num_receivers):
                 _receive_sum(
-                    out, topk_idx, topk_weights, control, word + sums, data, item // num_parts, item % num_parts, rank,
-                    launch, num_max_tokens, num_topk, num_experts, deadline, record,
+                    out, topk_idx, topk_weights, control, word + sums, data, rank * 0 + item // num_parts,
+                    item % num_parts, rank, launch, num_max_tokens, num_topk, num_experts, deadline, record,
                     NUM_RANKS, RANKS, HIDDEN, IDX, TOPK, OUT_ALIGN, PIECE, COLUMNS, LOW_BITS, LOW, SLOT_BYTES, LOW_OFFSET,
                 )  # fmt: skip
 
 
 @triton.jit
 def _announce(
-    topk_idx, topk_weights, control, routes, token, rank, launch, num_max_tokens, num_topk, num_experts,
-    NUM_RANKS: tl.constexpr, RANKS: tl.constexpr, IDX: tl.constexpr, TOPK: tl.constexpr, TOKENS: tl.constexpr,
+    topk_idx, topk_weights, control, routes, token, rank, launch, num_max_tokens, num_topk, num_experts, deadline,
+    record, NUM_RANKS: tl.constexpr, RANKS: tl.constexpr, IDX: tl.constexpr, TOPK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Tell every rank which of its rows are those of a token, and what they weigh."""
     expert, owner, local = experts_of(topk_idx, token, num_topk, num_experts, NUM_RANKS, IDX, TOPK)
@@ -162,7 +164,9 @@ def _announce(
     words = there[None, :, None] + tl.arange(0, 2)[None, None, :]
     is_word = (peer < NUM_RANKS)[:, :, None] & (slot < num_topk)[None, :, None]
     owner_of_word = tl.where(peer < NUM_RANKS, peer, rank)[:, :, None]
-    post_all(words_at(control, owner_of_word, words), launch, values, is_word & (values >= 0))
+    there = words_at(control, owner_of_word, words)
+    wait_for_half(control, rank, launch, deadline, record, NUM_RANKS, RANKS)
+    post_all(there, launch, values, is_word & (values >= 0))
 
 
 @triton.jit
@@ -174,55 +178,59 @@ def _weights_of(topk_weights, token, num_topk, TOPK: tl.constexpr):
 
 @triton.jit
 def _send_sum(
-    x, layout_range, control, routes, sums, data, src, token, rank, launch, num_max_tokens, num_topk, num_own,
-    deadline, record,
+    x, layout_range, control, routes, sums, data, src, token, share, num_shares, rank, launch, num_max_tokens,
+    num_topk, num_own, deadline, record,
     NUM_RANKS: tl.constexpr, HIDDEN: tl.constexpr, TOPK: tl.constexpr, ALIGN: tl.constexpr, PIECE: tl.constexpr,
     PIECES: tl.constexpr, LOW_BITS: tl.constexpr, LOW: tl.constexpr, SLOT_BYTES: tl.constexpr,
     LOW_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Add the rows that this rank has of a source's token, piece by piece, and send the sum there.
+    """Add the rows that this rank has of a source's token, every `num_shares`-th piece, and send the sums there.
 
     One signal a piece lets receivers begin anywhere in a row; all of them are raised at the end, for each costs a wait
     until the peer has what was stored before.
     """
+    there = tl.load(control + src) + data + (rank * num_max_tokens + token) * SLOT_BYTES
+    here = tl.load(control + rank)
     slot = tl.arange(0, TOPK)
     which = tl.arange(0, 2)[None, :]
     words = routes + ((src * num_max_tokens + token) * num_topk + slot[:, None]) * 2 + which
     mask = (slot < num_topk)[:, None] & (which >= 0)
     who = src + 0 * words
-    route, weight = tl.split(
-        wait_all(words_at(control, rank, words), launch, AWAIT_ROUTES, who, deadline, record, mask)
-    )
+    arrived = wait_all(pointer(here + 8 * words, tl.int64), launch, AWAIT_ROUTES, who, deadline, record, mask)
+    route, weight = tl.split(arrived)
     # The second condition holds but after a wait that ran out.
     is_row = (slot < num_topk) & (route < num_own * num_max_tokens)
     num_slots = tl.sum(is_row.to(tl.int32), 0)
     if num_slots > 0:
-        local = tl.where(is_row, route // num_max_tokens, 0)
+        most = num_max_tokens.to(tl.int32)
+        local = tl.where(is_row, route.to(tl.int32) // most, 0).to(tl.int64)
         range_ptr = layout_range.to(tl.pointer_type(tl.int64)) + local * NUM_RANKS + src
         begin = tl.load(range_ptr, mask=is_row, other=0) >> 32
         num_rows = num_max_tokens * NUM_RANKS
-        row = local * num_rows + tl.minimum(begin + route % num_max_tokens, num_rows - 1)
+        row = local * num_rows + tl.minimum(begin + (route.to(tl.int32) % most).to(tl.int64), num_rows - 1)
         factor = tl.where(num_slots == 1, 1.0, weight.to(tl.int32).to(tl.float32, bitcast=True))
         factor = tl.where(is_row, factor, 0.0)
-        there = tl.load(control + src) + data + (rank * num_max_tokens + token) * SLOT_BYTES
         high_ptr = tl.multiple_of(there.to(tl.pointer_type(tl.int16)), 16)
-        for begin_channel in range(
-            0, num_topk * 0 + HIDDEN, PIECE
-        ):  # a number the compiler does not know: no unrolling
-            channel = begin_channel + tl.arange(0, PIECE)
-            is_channel = inside(channel >= 0, channel, HIDDEN, PIECE)
-            x_ptr = tl.multiple_of(x.to(tl.pointer_type(tl.int16)), ALIGN) + row[:, None] * HIDDEN + channel[None, :]
-            bits = tl.load(x_ptr, mask=is_row[:, None] & is_channel[None, :], other=0)
+        x_ptr = tl.multiple_of(x.to(tl.pointer_type(tl.int16)), ALIGN) + row[:, None] * HIDDEN
+        channel = share * PIECE + tl.arange(0, PIECE)
+        bits = tl.load(x_ptr + channel[None, :], mask=is_row[:, None] & (channel < HIDDEN)[None, :], other=0)
+        # A number that the compiler does not know: unrolled, this loop would run out of registers.
+        for _ in range(share * PIECE, HIDDEN, num_shares * PIECE):
+            following = channel + num_shares * PIECE
+            is_following = is_row[:, None] & (following < HIDDEN)[None, :]
+            next_bits = tl.load(x_ptr + following[None, :], mask=is_following, other=0)
             total = tl.sum(from_bf16_bits(bits) * factor[:, None], axis=0)
             rounded = round_to_bits(total, LOW_BITS)
+            is_channel = inside(channel >= 0, channel, HIDDEN, PIECE)
             tl.store(high_ptr + channel, (rounded >> LOW_BITS).to(tl.int16), mask=is_channel)
             if LOW_BITS > 0:
                 low_ptr = tl.multiple_of(there.to(tl.pointer_type(LOW)), 16) + LOW_OFFSET
                 tl.store(low_ptr + channel, rounded.to(LOW), mask=is_channel & (num_slots + 0 * channel > 1))
+            bits, channel = next_bits, following
         num_pieces: tl.constexpr = (HIDDEN + PIECE - 1) // PIECE
         piece = tl.arange(0, PIECES)
         flags = words_at(control, src, sums + (rank * num_max_tokens + token) * num_pieces + piece)
-        post_all(flags, launch, num_slots + 0 * piece, piece < num_pieces)
+        post_all(flags, launch, num_slots + 0 * piece, (piece < num_pieces) & (piece % num_shares == share))
 
 
 @triton.jit
@@ -246,6 +254,7 @@ def _receive_sum(
     """Wait for the sums of some channels of a token and add them."""
     expert, owner, local = experts_of(topk_idx, token, num_topk, num_experts, NUM_RANKS, IDX, TOPK)
     weight = _weights_of(topk_weights, token, num_topk, TOPK)
+    slots = tl.load(control + rank) + data + token * SLOT_BYTES
     peer = tl.arange(0, RANKS).to(tl.int64)
     is_src = tl.max((owner[None, :] == peer[:, None]).to(tl.int32), axis=1) > 0
     num_pieces: tl.constexpr = (HIDDEN + PIECE - 1) // PIECE
@@ -254,7 +263,6 @@ def _receive_sum(
     channel = part * COLUMNS + tl.arange(0, COLUMNS)
     is_channel = inside(channel >= 0, channel, HIDDEN, COLUMNS)
     total = tl.zeros([COLUMNS], tl.float32)
-    slots = tl.load(control + rank) + data + token * SLOT_BYTES
     for first in range(0, NUM_RANKS, RANKS_AT_ONCE):
         # All loads before the first addition.
         values = ()

@@ -1,14 +1,17 @@
 """Low-latency dispatch: a row goes once to every rank that owns one of its experts and is spread there.
 
-`deep_ep.kernels.low_latency` has the protocol, `deep_ep.low_latency_layout` the words and slots. By their order, the
-programs of a launch are
+`deep_ep.kernels.low_latency` has the protocol, `deep_ep.low_latency_layout` the words and slots. The programs of a
+launch are, by their order,
 
-    the door         tells what this rank has finished
+    the first        tells what this rank has finished (the door); then waits for all counts, and writes `layout_range`,
+                     `recv_count` and the statistics (the books)
     announcers       count a block of experts each; COUNTS and TOKENS, to the owners and to all
     senders          a token each, then another: quantise its row once, store it in the token's slot on every rank that
                      owns one of its experts, with its expert slots; ROWS on every rank, 1 or 0
-    the clerk        waits for all counts; writes `layout_range`, `recv_count` and the statistics
-    receivers        a row each, then another: wait for its word, and copy it to its places
+    the others
+
+and all but the first then receive: a row each, then another: wait for its word, and copy it to its places. Those that
+had nothing to send take the first rows.
 
 The places follow from numbers that were sent, so their order is fixed: among the rows of an expert, those of source s
 begin after the counts of the sources before it, and the sender has counted how many of its earlier tokens name the
@@ -24,7 +27,6 @@ import triton.language as tl
 from deep_ep import low_latency_layout
 from deep_ep.kernels.layout import first_expert, owner_of
 from deep_ep.kernels.low_latency import (
-    advance,
     begin_call,
     clock,
     experts_of,
@@ -37,7 +39,7 @@ from deep_ep.kernels.low_latency import (
 )
 from deep_ep.kernels.quantize import from_bf16_bits, scales_of, to_fp8_bits
 from deep_ep.kernels.rows import inside, load_words
-from deep_ep.kernels.signal import kernel, post_all, wait_all, wait_one, words_at
+from deep_ep.kernels.signal import kernel, pointer, post_all, wait_all, wait_one, words_at
 
 AWAIT_COUNTS = tl.constexpr(low_latency_layout.AWAIT_COUNTS)
 AWAIT_ROWS = tl.constexpr(low_latency_layout.AWAIT_ROWS)
@@ -72,7 +74,7 @@ def dispatch_kernel(
     num_experts: tl.int64,
     rank: tl.int64,
     first_sender: tl.int64,
-    first_receiver: tl.int64,
+    num_senders: tl.int64,
     timeout: tl.int64,
     NUM_RANKS: tl.constexpr,
     RANKS: tl.constexpr,
@@ -104,8 +106,8 @@ def dispatch_kernel(
     # The interpreter makes 32-bit integers of small values, such as the addresses of empty tensors.
     rank, record, num_tokens = rank.to(tl.int64), record.to(tl.int64), num_tokens.to(tl.int64)
     x, topk_idx = x.to(tl.int64), topk_idx.to(tl.int64)
-    launch, deadline = begin_call(state, call, timeout, SENDS)
     program = tl.program_id(0).to(tl.int64)
+    launch, deadline = begin_call(state, call, timeout, program, SENDS)
     num_local = (num_experts + NUM_RANKS - 1) // NUM_RANKS
     word = first_word + (launch & 1) * half_words
     data = data_offset + (launch & 1) * half_bytes
@@ -114,38 +116,33 @@ def dispatch_kernel(
         open_door(control, state, call, launch, rank, NUM_RANKS, RANKS, SENDS, RECEIVES)
 
     if SENDS:
-        if (program > 0) & (program < first_receiver):
-            wait_for_half(control, rank, launch, deadline, record, NUM_RANKS, RANKS)
         if (program > 0) & (program < first_sender):
-            if program == 1:
-                post_num_tokens(control, word, rank, launch, num_tokens, NUM_RANKS, RANKS)
             _announce(
-                topk_idx, control, word + counts, program - 1, first_sender - 1, rank, launch, num_tokens, num_topk,
-                num_experts, num_local, NUM_RANKS, IDX, TOPK, COUNT_TOKENS,
+                topk_idx, control, word, word + counts, program - 1, first_sender - 1, rank, launch, num_tokens,
+                num_topk, num_experts, num_local, deadline, record, NUM_RANKS, RANKS, IDX, TOPK, COUNT_TOKENS,
             )  # fmt: skip
-        if (program >= first_sender) & (program < first_receiver):
-            for token in range(program - first_sender, num_tokens, first_receiver - first_sender):
+        if (program >= first_sender) & (program < first_sender + num_senders):
+            for token in range(program - first_sender, num_tokens, num_senders):
                 _send_row(
                     x, topk_idx, control, word + rows, data, token, rank, launch, num_max_tokens, num_topk, num_experts,
-                    NUM_RANKS, RANKS, HIDDEN, GROUPS, IDX, TOPK, TOKENS, ALIGN, FP8, NATIVE, ROUNDED, PACKED,
-                    NUM_SCALES, SLOT_BYTES, SCALES_OFFSET, ROUTES_OFFSET,
+                    deadline, record, NUM_RANKS, RANKS, HIDDEN, GROUPS, IDX, TOPK, TOKENS, ALIGN, FP8, NATIVE, ROUNDED,
+                    PACKED, NUM_SCALES, SLOT_BYTES, SCALES_OFFSET, ROUTES_OFFSET,
                 )  # fmt: skip
-        advance(state, launch)
 
     if RECEIVES:
         num_own = first_expert(rank + 1, num_experts, NUM_RANKS) - first_expert(rank, num_experts, NUM_RANKS)
-        if program == first_receiver:
+        if program == 0:
             _keep_books(
                 layout_range, recv_count, recv_stats, wait_stats, control, word + counts, rank, launch, num_local,
                 num_own, deadline, record, NUM_RANKS, RANKS,
             )  # fmt: skip
-        if program > first_receiver:
+        if program > 0:
             num_of_rank = wait_for_num_tokens(
                 control, word, rank, launch, num_max_tokens, deadline, record, NUM_RANKS, RANKS
             )
             peer = tl.arange(0, RANKS)
-            num_receivers = tl.num_programs(0) - first_receiver - 1
-            for item in range(program - first_receiver - 1, tl.max(num_of_rank, 0) * NUM_RANKS, num_receivers):
+            num_receivers = tl.num_programs(0) - 1
+            for item in range(num_receivers - program, tl.max(num_of_rank, 0) * NUM_RANKS, num_receivers):
                 src, token = (rank + item) % NUM_RANKS, item // NUM_RANKS
                 if token < pick(num_of_rank, peer, src):
                     _receive_row(
@@ -158,10 +155,14 @@ def dispatch_kernel(
 
 @triton.jit
 def _announce(
-    topk_idx, control, counts, announcer, num_announcers, rank, launch, num_tokens, num_topk, num_experts, num_local,
-    NUM_RANKS: tl.constexpr, IDX: tl.constexpr, TOPK: tl.constexpr, TOKENS: tl.constexpr,
+    topk_idx, control, num_tokens_words, counts, announcer, num_announcers, rank, launch, num_tokens, num_topk,
+    num_experts, num_local, deadline, record,
+    NUM_RANKS: tl.constexpr, RANKS: tl.constexpr, IDX: tl.constexpr, TOPK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Tell the owners of experts how many of this rank's tokens name each of them."""
+    """Tell all ranks how many tokens this one has, and the owners of experts how many of them name each."""
+    wait_for_half(control, rank, launch, deadline, record, NUM_RANKS, RANKS)
+    if announcer == 0:
+        post_num_tokens(control, num_tokens_words, rank, launch, num_tokens, NUM_RANKS, RANKS)
     for first in range(announcer * EXPERTS_BLOCK, num_experts, num_announcers * EXPERTS_BLOCK):
         expert = first + tl.arange(0, EXPERTS_BLOCK).to(tl.int64)
         is_expert = expert < num_experts
@@ -173,52 +174,59 @@ def _announce(
 
 @triton.jit
 def _send_row(
-    x, topk_idx, control, rows, data, token, rank, launch, num_max_tokens, num_topk, num_experts,
+    x, topk_idx, control, rows, data, token, rank, launch, num_max_tokens, num_topk, num_experts, deadline, record,
     NUM_RANKS: tl.constexpr, RANKS: tl.constexpr, HIDDEN: tl.constexpr, GROUPS: tl.constexpr, IDX: tl.constexpr,
     TOPK: tl.constexpr, TOKENS: tl.constexpr, ALIGN: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
     ROUNDED: tl.constexpr, PACKED: tl.constexpr, NUM_SCALES: tl.constexpr, SLOT_BYTES: tl.constexpr,
     SCALES_OFFSET: tl.constexpr, ROUTES_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Send the row of a token, with its scales and expert slots, to every rank that owns one of its experts."""
-    expert, owner, local = experts_of(topk_idx, token, num_topk, num_experts, NUM_RANKS, IDX, TOPK)
-    slot_offset = data + (rank * num_max_tokens + token) * SLOT_BYTES
-    x_ptr = tl.multiple_of(x.to(tl.pointer_type(tl.int16)), ALIGN) + token * HIDDEN
+    """Send the row of a token, with its scales and expert slots, to every rank that owns one of its experts.
+
+    All that can be known before anything is stored comes first: loads wait for each other where a store or a wait is
+    between them.
+    """
     GROUP: tl.constexpr = 128
-    for begin in range(0, HIDDEN, GROUPS * GROUP):
-        group = begin // GROUP + tl.arange(0, GROUPS)
-        channel = (group * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
-        mask = inside(channel >= 0, channel, HIDDEN, GROUPS * GROUP)
-        words = tl.load(x_ptr + channel, mask=mask, other=0)
-        if FP8:
-            values = from_bf16_bits(words)
-            scale, factor = scales_of(values, ROUNDED)
-            words = to_fp8_bits(values * factor[:, None], NATIVE)
-            if PACKED:
-                is_group = group * GROUP < HIDDEN
-                exponents = tl.where(is_group, scale.to(tl.int32, bitcast=True) >> 23, 0)
-        for step in range(NUM_RANKS):
-            dst = (rank + 1 + step) % NUM_RANKS
-            if tl.sum((owner == dst).to(tl.int32), 0) > 0:
-                slot = tl.load(control + dst) + slot_offset
-                row_ptr = tl.multiple_of(slot.to(tl.pointer_type(words.dtype)), 16)
-                tl.store(row_ptr + channel, words, mask=mask)
-                if PACKED:
-                    scales_ptr = (slot + SCALES_OFFSET).to(tl.pointer_type(tl.int8))
-                    tl.store(scales_ptr + group, exponents.to(tl.int8), mask=group < NUM_SCALES * 4)
-                elif FP8:
-                    scales_ptr = (slot + SCALES_OFFSET).to(tl.pointer_type(tl.float32))
-                    tl.store(scales_ptr + group, scale, mask=group < NUM_SCALES)
-    # This comes last, as others need the counts of the row only when they have the row.
-    before = tokens_naming(expert, topk_idx, token, num_topk, IDX, TOPK, TOPK, TOKENS)
+    group = tl.arange(0, GROUPS)
+    channel = (group * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
+    x_ptr = tl.multiple_of(x.to(tl.pointer_type(tl.int16)), ALIGN) + token * HIDDEN
+    bits = tl.load(x_ptr + channel, mask=inside(channel >= 0, channel, HIDDEN, GROUPS * GROUP), other=0)
     peer = tl.arange(0, RANKS).to(tl.int64)
+    region = tl.load(control + tl.where(peer < NUM_RANKS, peer, rank))
+    expert, owner, local = experts_of(topk_idx, token, num_topk, num_experts, NUM_RANKS, IDX, TOPK)
+    before = tokens_naming(expert, topk_idx, token, num_topk, IDX, TOPK, TOPK, TOKENS)
     slot = tl.arange(0, TOPK)
     is_owner = owner[None, :] == peer[:, None]
     is_dst = tl.max(is_owner.to(tl.int32), axis=1)
-    there = tl.load(control + tl.where(peer < NUM_RANKS, peer, rank)) + slot_offset + ROUTES_OFFSET
-    routes_ptr = there.to(tl.pointer_type(tl.int32))[:, None] + slot[None, :]
     expert_slot = tl.where(is_owner, (local * num_max_tokens + before)[None, :], -1).to(tl.int32)
+    slot_offset = data + (rank * num_max_tokens + token) * SLOT_BYTES
+    wait_for_half(control, rank, launch, deadline, record, NUM_RANKS, RANKS)
+    routes_ptr = (region + slot_offset + ROUTES_OFFSET).to(tl.pointer_type(tl.int32))[:, None] + slot[None, :]
     tl.store(routes_ptr, expert_slot, mask=(is_dst > 0)[:, None] & (slot < num_topk)[None, :])
-    flags = words_at(control, tl.where(peer < NUM_RANKS, peer, rank), rows + rank * num_max_tokens + token)
+    for _ in range(0, HIDDEN, GROUPS * GROUP):
+        words = bits
+        if FP8:
+            values = from_bf16_bits(bits)
+            scale, factor = scales_of(values, ROUNDED)
+            words = to_fp8_bits(values * factor[:, None], NATIVE)
+            if PACKED:
+                exponents = tl.where(group * GROUP < HIDDEN, scale.to(tl.int32, bitcast=True) >> 23, 0)
+        mask = inside(channel >= 0, channel, HIDDEN, GROUPS * GROUP)
+        for step in range(NUM_RANKS):
+            dst = (rank + 1 + step) % NUM_RANKS
+            if pick(is_dst, peer, dst) > 0:
+                there = pick(region, peer, dst) + slot_offset
+                row_ptr = tl.multiple_of(there.to(tl.pointer_type(words.dtype)), 16)
+                tl.store(row_ptr + channel, words, mask=mask)
+                if PACKED:
+                    scales_ptr = (there + SCALES_OFFSET).to(tl.pointer_type(tl.int8))
+                    tl.store(scales_ptr + group, exponents.to(tl.int8), mask=group < NUM_SCALES * 4)
+                elif FP8:
+                    scales_ptr = (there + SCALES_OFFSET).to(tl.pointer_type(tl.float32))
+                    tl.store(scales_ptr + group, scale, mask=group < NUM_SCALES)
+        group += GROUPS
+        channel += GROUPS * GROUP
+        bits = tl.load(x_ptr + channel, mask=channel < HIDDEN, other=0)
+    flags = pointer(region + 8 * (rows + rank * num_max_tokens + token), tl.int64)
     post_all(flags, launch, is_dst, peer < NUM_RANKS)
 
 
@@ -261,37 +269,43 @@ def _receive_row(
     SCALES_OFFSET: tl.constexpr, ROUTES_OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Wait for the row of a token, if it comes here, and copy it to its places."""
+    slot = tl.load(control + rank) + data + (src * num_max_tokens + token) * SLOT_BYTES
     flag = words_at(control, rank, rows + src * num_max_tokens + token)
     if wait_one(flag, launch, AWAIT_ROWS, src, deadline, record) != 0:
-        slot = tl.load(control + rank) + data + (src * num_max_tokens + token) * SLOT_BYTES
+        # All loads of the slot before the next wait.
         slots = tl.arange(0, TOPK)
         routes_ptr = (slot + ROUTES_OFFSET).to(tl.pointer_type(tl.int32))
-        route = tl.load(routes_ptr + slots, mask=slots < num_topk, other=-1).to(tl.int64)
+        route = tl.load(routes_ptr + slots, mask=slots < num_topk, other=-1)
+        row_ptr = tl.multiple_of(slot.to(tl.pointer_type(WORD)), 16)
+        column = tl.arange(0, COLUMNS)
+        row_words = load_words(row_ptr + column, inside(column >= 0, column, ROW_WORDS, COLUMNS), True)
+        if NUM_SCALES > 0:
+            scale = tl.arange(0, SCALES)
+            scales_ptr = (slot + SCALES_OFFSET).to(tl.pointer_type(tl.int32))
+            scales = tl.load(scales_ptr + scale, mask=scale < NUM_SCALES, other=0)
         # Clamped, like the row below: after a wait that ran out, numbers mean nothing.
-        local = tl.where(route >= 0, tl.minimum(route // num_max_tokens, num_own - 1), -1)
+        most = num_max_tokens.to(tl.int32)
+        local = tl.where(route >= 0, tl.minimum(route // most, num_own.to(tl.int32) - 1), -1).to(tl.int64)
         peer = tl.arange(0, RANKS).to(tl.int64)[None, :]
         is_before = (local >= 0)[:, None] & (peer < src)
         there = words_at(control, rank, counts + peer * num_local + tl.maximum(local, 0)[:, None])
         num_before = wait_all(there, launch, AWAIT_COUNTS, peer + 0 * local[:, None], deadline, record, is_before)
         num_rows = num_max_tokens * NUM_RANKS
-        row = tl.minimum(tl.sum(num_before, axis=1) + route % num_max_tokens, num_rows - 1)
-        for begin in range(0, ROW_WORDS, COLUMNS):
-            column = begin + tl.arange(0, COLUMNS)
+        row = tl.minimum(tl.sum(num_before, axis=1) + (route % most).to(tl.int64), num_rows - 1)
+        for _ in range(0, ROW_WORDS, COLUMNS):
             mask = inside(column >= 0, column, ROW_WORDS, COLUMNS)
-            row_words = load_words(tl.multiple_of(slot.to(tl.pointer_type(WORD)), 16) + column, mask, True)
             for k in range(num_topk):
                 expert = pick(local, slots, k)
                 if expert >= 0:
                     at = (expert * num_rows + pick(row, slots, k)) * ROW_WORDS
                     tl.store(tl.multiple_of(recv_x.to(tl.pointer_type(WORD)), 16) + at + column, row_words, mask=mask)
+            column += COLUMNS
+            row_words = load_words(row_ptr + column, column < ROW_WORDS, True)
         is_place = (slots < num_topk) & (local >= 0)
         place = tl.maximum(local, 0) * num_rows + row
         token_of_place = (token + 0 * place).to(tl.int32)
         tl.store(src_info.to(tl.pointer_type(tl.int32)) + place, token_of_place, mask=is_place)
         if NUM_SCALES > 0:
-            scale = tl.arange(0, SCALES)
-            scales_ptr = (slot + SCALES_OFFSET).to(tl.pointer_type(tl.int32))
-            scales = tl.load(scales_ptr + scale, mask=scale < NUM_SCALES, other=0)
             # Rows are innermost: `[L, NUM_SCALES, num_rows]` in memory.
             at = ((tl.maximum(local, 0) * NUM_SCALES)[:, None] + scale[None, :]) * num_rows + row[:, None]
             mask = is_place[:, None] & (scale < NUM_SCALES)[None, :]

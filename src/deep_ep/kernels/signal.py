@@ -94,6 +94,7 @@ _POST_ONE_PTX = tl.constexpr(
     mov.b32 $0, 0;
     }"""
 )
+_ADD_ONE_PTX = tl.constexpr(_POST_ONE_PTX.value.replace("st.release.sys.global.b64", "red.relaxed.gpu.global.add.u64"))
 _POST_MANY_PTX = tl.constexpr(
     """{
     .reg .pred p;
@@ -129,9 +130,8 @@ def words_at(table, peer, word):
 
 
 @triton.jit
-def begin(state, timeout):
-    """Return the number of this launch and the deadline of its waits. A broken state has no patience."""
-    launch = tl.load(state + STATE_LAUNCH) + 1
+def deadline_of(state, timeout):
+    """Return the deadline of waits that begin now. A broken state has no patience."""
     if INTERPRET:
         deadline = timeout
     else:
@@ -143,7 +143,22 @@ def begin(state, timeout):
             is_pure=False,
             pack=1,
         )
-    return launch, tl.where(tl.load(state + STATE_BROKEN) != 0, 0, deadline)
+    return tl.where(tl.load(state + STATE_BROKEN) != 0, 0, deadline)
+
+
+@triton.jit
+def begin(state, timeout):
+    """Return the number of this launch and the deadline of its waits."""
+    return tl.load(state + STATE_LAUNCH) + 1, deadline_of(state, timeout)
+
+
+@triton.jit
+def add_one(ptr, value):
+    """Add to a word of this GPU, from a scalar pointer, without waiting for what it was."""
+    if INTERPRET:
+        tl.atomic_add(ptr, value, sem="relaxed", scope="gpu")
+    else:
+        tl.inline_asm_elementwise(_ADD_ONE_PTX, "=r,l,l", [ptr, value], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
