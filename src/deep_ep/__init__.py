@@ -11,10 +11,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deep_ep import utils
+    from deep_ep import nn, ops, utils
     from deep_ep.buffer import Buffer
     from deep_ep.config import Config, topk_idx_t
     from deep_ep.events import EventHandle, EventOverlap
+    from deep_ep.ops import combine, dispatch, low_latency_combine, low_latency_dispatch
 
 try:
     __version__ = version("deep-ep")
@@ -23,18 +24,38 @@ except PackageNotFoundError:  # a source tree that was never installed
 
 _HOMES = {
     "Buffer": "deep_ep.buffer",
+    "combine": "deep_ep.ops",
+    "dispatch": "deep_ep.ops",
+    "low_latency_combine": "deep_ep.ops",
+    "low_latency_dispatch": "deep_ep.ops",
     "Config": "deep_ep.config",
     "EventHandle": "deep_ep.events",
     "EventOverlap": "deep_ep.events",
     "topk_idx_t": "deep_ep.config",
 }
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "__version__", "topk_idx_t", "utils"]
+_MODULES = ("nn", "ops", "utils")
+
+__all__ = [
+    "Buffer",
+    "Config",
+    "EventHandle",
+    "EventOverlap",
+    "__version__",
+    "combine",
+    "dispatch",
+    "low_latency_combine",
+    "low_latency_dispatch",
+    "nn",
+    "ops",
+    "topk_idx_t",
+    "utils",
+]
 
 
 def __getattr__(name: str) -> object:
-    if name == "utils":
-        return import_module("deep_ep.utils")
+    if name in _MODULES:
+        return import_module(f"deep_ep.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value = getattr(import_module(_HOMES[name]), name)

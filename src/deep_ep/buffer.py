@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from itertools import count
 from typing import Any, ClassVar, cast
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -39,6 +41,9 @@ from deep_ep.topology import discover
 from deep_ep.tuning import GpuTuning
 
 logger = logging.getLogger("deep_ep")
+
+_LIVE: WeakValueDictionary[int, Buffer] = WeakValueDictionary()
+_OP_IDS = count()
 
 Rows = Tensor | tuple[Tensor, Tensor]
 DispatchReturn = tuple[Rows, Tensor | None, Tensor | None, list[int] | None, tuple[Tensor, ...] | None, EventOverlap]
@@ -76,6 +81,7 @@ class Buffer(LowLatencyCalls):
         num_nvl_bytes, num_rdma_bytes, low_latency_mode, explicitly_destroy, enable_shrink: As they were passed.
         profile: The `deep_ep.config.ClusterProfile` in force.
         latency: How long calls take, a `deep_ep.latency.LatencyMonitor`.
+        op_id: The number under which the operators of `deep_ep.ops` know this buffer.
         num_sms, num_nvlink_channels: Class attributes, see `set_num_sms` and `set_nvlink_channels`.
 
     Raises:
@@ -164,6 +170,8 @@ class Buffer(LowLatencyCalls):
                 )
 
         self.latency = LatencyMonitor(self.rank, self.group_size, self._device, waited_ns)
+        self.op_id = next(_OP_IDS)
+        _LIVE[self.op_id] = self
 
     def _connect_hosts(self, rendezvous: Rendezvous, timeout_s: float) -> NetworkEngine:
         """Return the engine of CPU ranks of several hosts."""
@@ -663,6 +671,21 @@ class Buffer(LowLatencyCalls):
         if not isinstance(config, Config):
             raise TypeError(f"config must be a deep_ep.Config or None, got {type(config).__name__}")
         return config
+
+
+def live_buffer(op_id: int) -> Buffer:
+    """Return the buffer of a number.
+
+    Raises:
+        DestroyedError: If the program has dropped it.
+    """
+    buffer = _LIVE.get(op_id)
+    if buffer is None:
+        raise DestroyedError(
+            f"the buffer with op_id={op_id} is gone, but an operator needs it",
+            hint="keep a reference to the Buffer until backward has run",
+        )
+    return buffer
 
 
 def _pair(x: Tensor, scales: Tensor | None) -> Rows:

@@ -96,7 +96,7 @@ class LowLatencyCalls:
             topk_idx=checks.check_topk_idx(topk_idx, x.size(0), num_experts, device),
             num_max_tokens_per_rank=limit,
             num_experts=num_experts,
-            row_format=_row_format(use_fp8, round_scale, use_ue8m0),
+            row_format=row_format(use_fp8, round_scale, use_ue8m0),
             recv_stats=checks.check_stats(
                 "cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, torch.int32, device
             ),
@@ -263,7 +263,12 @@ def _check_flags(async_finish: bool, return_recv_hook: bool) -> None:
         raise ConfigError("async_finish and return_recv_hook must not both be true, got both")
 
 
-def _row_format(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> RowFormat:
+def row_format(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> RowFormat:
+    """Return the format that V1's three switches stand for.
+
+    Raises:
+        ConfigError: If they contradict each other.
+    """
     if use_ue8m0 and not round_scale:
         raise ConfigError("use_ue8m0=True needs round_scale=True, got round_scale=False")
     if not use_fp8:

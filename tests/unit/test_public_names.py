@@ -15,6 +15,7 @@ from deep_ep import Buffer, buffer
 
 def test_the_package_exports_what_is_documented():
     documented = {"Buffer", "Config", "EventHandle", "EventOverlap", "__version__", "topk_idx_t", "utils"}
+    documented |= {"dispatch", "combine", "low_latency_dispatch", "low_latency_combine", "nn", "ops"}
     assert set(deep_ep.__all__) == documented
     assert all(hasattr(deep_ep, name) for name in documented)
     assert isinstance(deep_ep.__version__, str)
@@ -136,3 +137,9 @@ def test_import_needs_no_triton_and_leaves_the_oracle_out(fresh_import):
     assert "triton" not in fresh_import["new_modules"]
     assert "numpy" not in fresh_import["new_modules"]
     assert not fresh_import["has_oracle"]
+
+
+def test_import_registers_no_operator_before_one_is_named():
+    program = "import torch, deep_ep; assert not hasattr(torch.ops.deep_ep, 'dispatch'); deep_ep.dispatch; "
+    program += "assert torch.ops.deep_ep.dispatch.default in deep_ep.ops.COMMUNICATION_OPS; deep_ep.nn.ExpertParallel"
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=120)
