@@ -1,7 +1,8 @@
 """The operators of `deep_ep.ops`, as torch is told of them: what they do, what they return, and their gradients.
 
-A buffer is a number to them (`Buffer.op_id`), a handle six tensors. None of them returns what it was given, and what
-they return does not overlap. `combine_with_weights` is the gradient of `dispatch`, `dispatch_cached` that of `combine`.
+A buffer is a number to them (`Buffer.op_id`), a handle a list of tensors. None of them returns what it was given, and
+what they return does not overlap. `combine_with_weights` is the gradient of `dispatch`, `dispatch_cached` that of
+`combine`.
 """
 
 from __future__ import annotations
@@ -13,17 +14,16 @@ from torch import Tensor
 
 from deep_ep.buffer import Buffer, live_buffer
 from deep_ep.config import combine_config, dispatch_config
-from deep_ep.engines.base import RowFormat
+from deep_ep.engines.base import Handle, NetworkHandle, RowFormat
 from deep_ep.engines.fp8 import num_scale_columns, scale_dtype
 from deep_ep.engines.routing import expert_range
 from deep_ep.errors import UnsupportedError
 
-NUM_HANDLE_ITEMS = 6
 _LIB: Any = torch.library.Library("deep_ep", "DEF")  # type: ignore[no-untyped-call]
 _LIB.define(
     "dispatch(Tensor x, Tensor? scales, Tensor topk_idx, Tensor topk_weights, int buffer, int num_experts, "
     "int num_sms, int expert_alignment, SymInt num_worst_tokens)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor[])"
 )
 _LIB.define("combine_with_weights(Tensor x, Tensor topk_weights, Tensor[] handle, int buffer) -> (Tensor, Tensor)")
 _LIB.define("combine(Tensor x, Tensor[] handle, int buffer) -> Tensor")
@@ -45,6 +45,10 @@ _SWITCHES: dict[RowFormat, dict[str, Any]] = {
     RowFormat.FP8_UE8M0: {"round_scale": True, "use_ue8m0": True},
 }
 
+# Where a handle of six and one of ten (between hosts) keep what the sizes of results follow from.
+_IN_RANK = {len(Handle._fields): 4, len(NetworkHandle._fields): 0}
+_SRC = {len(Handle._fields): 3, len(NetworkHandle._fields): 7}
+
 # What the operators do
 
 
@@ -58,15 +62,16 @@ def run_dispatch(
     num_sms: int,
     expert_alignment: int,
     num_worst_tokens: int,
-) -> tuple[Tensor, ...]:
-    """Lay out and dispatch: rows, scales, expert ids, weights, counts, and the six items of the handle."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    """Lay out and dispatch: rows, scales, expert ids, weights, counts, and the items of the handle."""
     live = live_buffer(buffer)
-    num_tokens_per_rank, _, num_tokens_per_expert, is_token_in_rank, _ = live.get_dispatch_layout(topk_idx, num_experts)
+    per_rank, per_rdma_rank, per_expert, is_token_in_rank, _ = live.get_dispatch_layout(topk_idx, num_experts)
     received, recv_idx, recv_weights, counts, handle, _ = live.dispatch(
         x if scales is None else (x, scales),
-        num_tokens_per_rank=num_tokens_per_rank,
+        num_tokens_per_rank=per_rank,
+        num_tokens_per_rdma_rank=per_rdma_rank,
         is_token_in_rank=is_token_in_rank,
-        num_tokens_per_expert=num_tokens_per_expert,
+        num_tokens_per_expert=per_expert,
         topk_idx=topk_idx,
         topk_weights=topk_weights,
         expert_alignment=expert_alignment,
@@ -77,7 +82,7 @@ def run_dispatch(
     assert recv_idx is not None
     assert recv_weights is not None
     assert handle is not None
-    return recv_x, recv_scales, recv_idx, recv_weights, torch.tensor(counts, dtype=torch.int64), *handle
+    return recv_x, recv_scales, recv_idx, recv_weights, torch.tensor(counts, dtype=torch.int64), list(handle)
 
 
 def _combine_with_weights(x: Tensor, topk_weights: Tensor, handle: list[Tensor], buffer: int) -> tuple[Tensor, Tensor]:
@@ -98,6 +103,16 @@ def _dispatch_cached(x: Tensor, handle: list[Tensor], buffer: int) -> Tensor:
     received = live.dispatch(x, handle=tuple(handle), config=_config_of(live, handle))[0]
     assert isinstance(received, Tensor)
     return received
+
+
+def _num_tokens(handle: list[Tensor]) -> Any:
+    """Return how many tokens this rank had: the size of `is_token_in_rank`."""
+    return handle[_IN_RANK[len(handle)]].shape[0]
+
+
+def _num_recv(handle: list[Tensor]) -> Any:
+    """Return how many rows this rank received: the size of `recv_src_idx` or `recv_src_meta`."""
+    return handle[_SRC[len(handle)]].shape[0]
 
 
 def _config_of(live: Buffer, handle: list[Tensor]) -> Any:
@@ -153,16 +168,13 @@ def _fake_dispatch(
     num_sms: int,
     expert_alignment: int,  # noqa: ARG001
     num_worst_tokens: int,
-) -> tuple[Tensor, ...]:
+) -> tuple[Any, ...]:
     live = live_buffer(buffer)
-    num_tokens, num_ranks = x.shape[0], live.group_size
+    num_ranks = live.group_size
     num_recv = num_worst_tokens or torch.library.get_ctx().new_dynamic_size()
     begin, end = expert_range(live.rank, num_experts, num_ranks)
     num_counts = 0 if num_worst_tokens else end - begin
     num_channels = dispatch_config(num_ranks, num_sms).num_channels
-
-    def int32(*shape: Any) -> Tensor:
-        return x.new_empty(shape, dtype=torch.int32)
 
     return (
         x.new_empty(num_recv, x.shape[1]),
@@ -170,13 +182,37 @@ def _fake_dispatch(
         topk_idx.new_empty(num_recv, topk_idx.shape[1]),
         topk_weights.new_empty(num_recv, topk_weights.shape[1]),
         torch.empty(num_counts, dtype=torch.int64, device="cpu"),
-        int32(num_ranks, num_ranks),
-        int32(num_ranks, num_channels),
-        int32(num_ranks, num_channels),
-        int32(num_recv),
-        x.new_empty(num_tokens, num_ranks, dtype=torch.bool),
-        int32(num_tokens, num_ranks),
+        _fake_handle(x, live, num_recv, num_channels),
     )
+
+
+def _fake_handle(x: Tensor, live: Buffer, num_recv: Any, num_channels: int) -> list[Tensor]:
+    num_tokens, num_ranks, num_hosts = x.shape[0], live.group_size, live.topology.num_hosts
+
+    def int32(*shape: Any) -> Tensor:
+        return x.new_empty(shape, dtype=torch.int32)
+
+    in_rank = x.new_empty(num_tokens, num_ranks, dtype=torch.bool)
+    of_ranks = int32(num_ranks, num_channels)
+    if num_hosts == 1:
+        square, src_idx, head = int32(num_ranks, num_ranks), int32(num_recv), int32(num_tokens, num_ranks)
+        return [square, of_ranks, torch.empty_like(of_ranks), src_idx, in_rank, head]
+    topology = live.topology
+    num_sources = len(topology.sources(topology.rank))
+    num_passed_on = torch.library.get_ctx().new_dynamic_size()
+    num_local = len(next(ranks for ranks in topology.hosts if topology.rank in ranks))
+    return [
+        in_rank,
+        int32(num_hosts, num_channels),
+        of_ranks,
+        int32(num_sources, num_channels),
+        int32(num_sources),
+        torch.empty_like(of_ranks),
+        int32(num_ranks),
+        x.new_empty(num_recv, 8, dtype=torch.uint8),
+        int32(num_tokens, num_hosts),
+        int32(num_passed_on, num_local),
+    ]
 
 
 def _fake_combine_with_weights(
@@ -185,16 +221,16 @@ def _fake_combine_with_weights(
     handle: list[Tensor],
     buffer: int,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor]:
-    num_tokens = handle[4].shape[0]
+    num_tokens = _num_tokens(handle)
     return x.new_empty(num_tokens, x.shape[1]), topk_weights.new_empty(num_tokens, topk_weights.shape[1])
 
 
 def _fake_combine(x: Tensor, handle: list[Tensor], buffer: int) -> Tensor:  # noqa: ARG001
-    return x.new_empty(handle[4].shape[0], x.shape[1])
+    return x.new_empty(_num_tokens(handle), x.shape[1])
 
 
 def _fake_dispatch_cached(x: Tensor, handle: list[Tensor], buffer: int) -> Tensor:  # noqa: ARG001
-    return x.new_empty(handle[3].shape[0], x.shape[1])
+    return x.new_empty(_num_recv(handle), x.shape[1])
 
 
 def _fake_low_latency_dispatch(
@@ -235,9 +271,9 @@ def _fake_low_latency_combine(
 # Their gradients
 
 
-def save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     """Keep what the gradient of a dispatch needs."""
-    ctx.save_for_backward(*output[-NUM_HANDLE_ITEMS:])
+    ctx.save_for_backward(*output[5])
     ctx.buffer, ctx.has_scales = inputs[4], inputs[1] is not None
 
 
@@ -260,7 +296,8 @@ def save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # 
 
 def combine_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """Return the gradient of each input of `combine`: of `x`, by a dispatch with its handle."""
-    return torch.ops.deep_ep.dispatch_cached(grad, ctx.saved_tensors, ctx.buffer), [None] * NUM_HANDLE_ITEMS, None
+    handle = ctx.saved_tensors
+    return torch.ops.deep_ep.dispatch_cached(grad, handle, ctx.buffer), [None] * len(handle), None
 
 
 def _refuse(what: str, hint: str) -> Any:

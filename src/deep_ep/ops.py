@@ -36,7 +36,6 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from deep_ep.buffer import Buffer
 from deep_ep.low_latency import row_format
 from deep_ep.operators import (
-    NUM_HANDLE_ITEMS,
     combine_backward,
     dispatch_backward,
     run_combine,
@@ -45,7 +44,7 @@ from deep_ep.operators import (
     save_dispatch,
 )
 
-Handle = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Handle = tuple[Tensor, ...]
 
 
 class Dispatched(NamedTuple):
@@ -57,7 +56,7 @@ class Dispatched(NamedTuple):
         topk_idx: `[num_recv, num_topk]`; ids among this rank's experts, -1 for others.
         topk_weights: `[num_recv, num_topk]` float32, 0 for others.
         num_tokens_per_expert: `[num_local_experts]` int64 on the CPU, aligned; empty with `num_worst_tokens`.
-        handle: Six tensors for `combine`; as good as the handle of `Buffer.dispatch`.
+        handle: Tensors for `combine`; as good as the handle of `Buffer.dispatch`.
     """
 
     x: Any
@@ -106,18 +105,14 @@ def dispatch(
         ConfigError, MismatchError, CapacityError, PeerTimeoutError: As `Buffer.dispatch`.
     """
     rows, scales = x if isinstance(x, tuple) else (x, None)
-    call: Any = _DispatchWithGradient.apply if _is_plain(rows, topk_weights) else torch.ops.deep_ep.dispatch
-    recv_x, recv_scales, recv_idx, recv_weights, counts, *handle = call(
-        rows,
-        scales,
-        topk_idx,
-        topk_weights,
-        buffer.op_id,
-        num_experts,
-        Buffer.num_sms,
-        expert_alignment,
-        num_worst_tokens,
-    )
+    inputs = (rows, scales, topk_idx, topk_weights, buffer.op_id, num_experts, Buffer.num_sms)
+    call: Any = torch.ops.deep_ep.dispatch
+    handle: Sequence[Tensor]
+    if _is_plain(rows, topk_weights):
+        call = _DispatchWithGradient.apply
+        recv_x, recv_scales, recv_idx, recv_weights, counts, *handle = call(*inputs, expert_alignment, num_worst_tokens)
+    else:
+        recv_x, recv_scales, recv_idx, recv_weights, counts, handle = call(*inputs, expert_alignment, num_worst_tokens)
     received = recv_x if scales is None else (recv_x, recv_scales)
     return Dispatched(received, recv_idx, recv_weights, counts, tuple(handle))
 
@@ -204,9 +199,10 @@ class _DispatchWithGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         output = run_dispatch(*inputs)
-        ctx.mark_non_differentiable(output[1], output[2], *output[4:])
+        recv_x, recv_scales, recv_idx, recv_weights, counts, handle = output
+        ctx.mark_non_differentiable(recv_scales, recv_idx, counts, *handle)
         save_dispatch(ctx, inputs, output)
-        return output
+        return recv_x, recv_scales, recv_idx, recv_weights, counts, *handle
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -223,7 +219,8 @@ class _CombineWithGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return combine_backward(ctx, grad)[0], None, *[None] * NUM_HANDLE_ITEMS
+        grad_x, grad_handle, _ = combine_backward(ctx, grad)
+        return grad_x, None, *grad_handle
 
 
 COMMUNICATION_OPS = [

@@ -118,6 +118,23 @@ def test_gradients_are_those_of_all_experts_at_home(pool, num_ranks, options):
     pool.run(num_ranks, train_eagerly, options)
 
 
+def train_between_hosts(rank):
+    with pytest.MonkeyPatch().context() as patch:
+        patch.setenv("DEEP_EP_NODE_ID", f"host-{rank.rank % 2}")
+        buffer = Buffer(rank.group, device="cpu", timeout_s=COMPILE_TIMEOUT_S)
+    assert buffer.topology.num_hosts == 2
+    run(block, rank, buffer)
+    run(torch.compile(block, backend="aot_eager", fullgraph=True), rank, buffer)
+    x, idx, weights = (tensor.detach() for tensor in inputs_of(rank.rank))
+    torch.library.opcheck(
+        torch.ops.deep_ep.dispatch.default, (x, None, idx, weights, buffer.op_id, NUM_EXPERTS, 20, 1, 0)
+    )
+
+
+def test_gradients_cross_hosts(pool):
+    pool.run(3, train_between_hosts, timeout_s=COMPILE_TIMEOUT_S)
+
+
 def route_to_one_rank(rank):
     """C18: rank 0 gets no row, and takes part in forward and backward all the same."""
     x, idx, weights = inputs_of(rank.rank)
