@@ -31,6 +31,7 @@ from deep_ep.engines.cpu_low_latency import CpuLowLatencyEngine
 from deep_ep.engines.gpu import GpuEngine
 from deep_ep.engines.gpu_low_latency import GpuLowLatencyEngine
 from deep_ep.engines.network import NetworkEngine, NetworkTuning
+from deep_ep.engines.network_low_latency import NetworkLowLatencyEngine
 from deep_ep.errors import ConfigError, DestroyedError, UnsupportedError
 from deep_ep.events import EventHandle, EventOverlap
 from deep_ep.latency import LatencyMonitor
@@ -138,10 +139,9 @@ class Buffer(LowLatencyCalls):
             timeout_s = env.TIMEOUT_S.get() or self.profile.timeout_s
         self._device = _choose_device(device)
         self.topology = discover(self.rank, rendezvous.all_gather, self._device)
-        if self.topology.num_hosts > 1 and (self._device.type != "cpu" or low_latency_mode):
+        if self.topology.num_hosts > 1 and self._device.type != "cpu":
             raise UnsupportedError(
-                f"this group spans {self.topology.num_hosts} hosts, over which this version carries normal mode of CPU "
-                f"ranks only"
+                f"this group spans {self.topology.num_hosts} hosts, over which this version carries CPU ranks only"
             )
         waited_ns: list[int] | None = None
         if self._device.type == "cpu":
@@ -153,7 +153,10 @@ class Buffer(LowLatencyCalls):
             self._engine, self._streams = cpu_engine, CpuStreams()
             waited_ns = cpu_engine.exchanger.control.waited_ns
             if low_latency_mode:
-                self._low_latency = CpuLowLatencyEngine(cpu_engine.exchanger)
+                if isinstance(cpu_engine, NetworkEngine):
+                    self._low_latency = NetworkLowLatencyEngine(cpu_engine)
+                else:
+                    self._low_latency = CpuLowLatencyEngine(cpu_engine.exchanger)
         else:
             self._engine = GpuEngine(
                 rendezvous,

@@ -137,3 +137,28 @@ class LowLatencyDispatchLayout:
         self.scales = align(num_slots * row_bytes)
         self.src_info = self.scales + align(num_slots * scale_row_bytes)
         self.num_bytes = self.src_info + align(num_slots * 4)
+
+
+class SlotLayout:
+    """The sections of slots for the tokens of a low-latency dispatch between hosts; attributes are byte offsets.
+
+    The extent of a rank has slots for every token that any rank may send it; a message has one for each token in it.
+
+    Args:
+        num_slots: Slots.
+        row_bytes: Bytes of one row of x.
+        scale_row_bytes: Bytes of one row's scales, 0 without scales.
+        num_topk: Expert ids of a token; they travel as 4-byte words, with the token's number behind them.
+        num_sources: Ranks whose numbers of tokens are told here; 0 in a message, which tells its own.
+    """
+
+    __slots__ = ("counts", "num_bytes", "records", "scales", "x")
+
+    def __init__(
+        self, *, num_slots: int, row_bytes: int, scale_row_bytes: int, num_topk: int, num_sources: int
+    ) -> None:
+        self.x = 0
+        self.scales = align(num_slots * row_bytes)
+        self.records = self.scales + align(num_slots * scale_row_bytes)
+        self.counts = self.records + align(num_slots * (num_topk + 1) * 4)
+        self.num_bytes = self.counts + num_sources * 8

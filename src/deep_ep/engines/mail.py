@@ -4,6 +4,10 @@ Every call between hosts begins with a **letter** from each rank to its relay on
 do, how many tokens it has for that host, in how many chunks they come, and what the host needs to know of them. The
 relays tell the ranks of their host, so every rank of the group knows what every other one is about to do before any row
 is sent, and all of them refuse a call that they disagree about.
+
+Gloo ends the process of a receiver to whom more bytes come than it has offered. Messages whose size is not settled by a
+letter therefore carry the most bytes that they may have in their tags, as a number modulo a prime: those of ranks that
+disagree about it do not meet, and the letter that travels beside them tells why.
 """
 
 from __future__ import annotations
@@ -35,7 +39,10 @@ class Kind(IntEnum):
 
 
 R = TypeVar("R")
-_NUM_CALLS = NUM_TAGS // len(Kind)
+_NUM_SIZE_CLASSES = 1 << 15
+_FIRST_SIZED_TAG = NUM_TAGS // 2
+_NUM_CALLS = _FIRST_SIZED_TAG // len(Kind)
+_NUM_SIZED_CALLS = (NUM_TAGS - _FIRST_SIZED_TAG) // (len(Kind) * _NUM_SIZE_CLASSES)
 
 
 class Staging:
@@ -87,7 +94,7 @@ class Mail:
         self, wire: Wire, staging: Staging, number: int, call: str, announce_loss: Callable[[int, str], None]
     ) -> None:
         self._wire, self.staging, self.call = wire, staging, call
-        self._first_tag = number % _NUM_CALLS * len(Kind)
+        self._number = number
         self._announce_loss = announce_loss
         self._going: list[Transfer] = []
         self._deadline = wire.deadline()
@@ -96,16 +103,32 @@ class Mail:
         """Let what is awaited from now on have the whole time limit."""
         self._deadline = self._wire.deadline()
 
-    def send(self, kind: Kind, peer: int, data: Tensor, what: str) -> None:
-        """Start to send a contiguous tensor."""
-        if data.numel():
-            self._going.append(self._guarded(lambda: self._wire.send(peer, self._first_tag + kind, data, what)))
+    def send(self, kind: Kind, peer: int, data: Tensor, what: str, limit: int = 0) -> None:
+        """Start to send a contiguous tensor.
 
-    def recv(self, kind: Kind, peer: int, data: Tensor, what: str) -> Transfer | None:
-        """Start to receive into a contiguous tensor; None if it is empty."""
+        Args:
+            kind: What kind of message it is.
+            peer: To whom.
+            data: Its bytes.
+            what: What it is, in words.
+            limit: The most bytes that it might have had, if the receiver cannot know how many it has.
+        """
+        if data.numel():
+            tag = self._tag(kind, limit)
+            self._going.append(self._guarded(lambda: self._wire.send(peer, tag, data, what)))
+
+    def recv(self, kind: Kind, peer: int, data: Tensor, what: str, limit: int = 0) -> Transfer | None:
+        """Start to receive into a contiguous tensor; None if it is empty. Arguments are those of `send`."""
         if not data.numel():
             return None
-        return self._guarded(lambda: self._wire.recv(peer, self._first_tag + kind, data, what))
+        tag = self._tag(kind, limit)
+        return self._guarded(lambda: self._wire.recv(peer, tag, data, what))
+
+    def _tag(self, kind: Kind, limit: int) -> int:
+        if limit == 0:
+            return self._number % _NUM_CALLS * len(Kind) + kind
+        number = self._number % _NUM_SIZED_CALLS * len(Kind) + kind
+        return _FIRST_SIZED_TAG + number * _NUM_SIZE_CLASSES + limit % (_NUM_SIZE_CLASSES - 19)  # a prime
 
     def wait(self, transfer: Transfer | None) -> None:
         """Wait for what comes."""

@@ -27,7 +27,8 @@ anew for each call and free again once nothing refers to it, and a call refers t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, cast
@@ -88,6 +89,11 @@ class NetworkEngine:
 
     Attributes:
         exchanger: The memory and the steps of this host.
+        staging: Memory for messages.
+        local_ranks, local_rank: The ranks of this host, and which of them this one is.
+        sources: The ranks that this one passes tokens on for, itself included.
+        sources_of: The same of each local rank.
+        duties: What this rank owes to others, to be done before its next call.
     """
 
     def __init__(
@@ -117,22 +123,23 @@ class NetworkEngine:
             raise error
         if failed:
             raise CapacityError(f"rank {self.rank}: ranks {failed}, on other hosts, could not set up their memory")
-        self._sources_of = [topology.sources(rank) for rank in self.local_ranks]
-        self._num_slots = max(len(sources) for sources in self._sources_of)
+        self.sources_of = [topology.sources(rank) for rank in self.local_ranks]
+        self._num_slots = max(len(sources) for sources in self.sources_of)
         self._num_calls = 0
         self._abandoned: list[object] = []
+        self.duties: deque[Callable[[], None]] = deque()
 
     def compute_layout(self, topk_idx: Tensor, num_experts: int) -> Layout:
         """Count where tokens go."""
         layout = compute_layout(topk_idx, num_experts, self.num_ranks)
-        host_mask = self._host_mask(layout.is_token_in_rank)
-        return layout._replace(num_tokens_per_host=host_mask.sum(0, dtype=torch.int32))
+        mask = self.host_mask(layout.is_token_in_rank)
+        return layout._replace(num_tokens_per_host=mask.sum(0, dtype=torch.int32))
 
     def dispatch(self, request: DispatchRequest) -> DispatchResult:
         """Send tokens to the ranks of their experts."""
         layout, x, scales, topk_idx = request.layout, request.x, request.scales, request.topk_idx
         is_token_in_rank, num_channels = layout.is_token_in_rank, request.config.num_channels
-        host_mask = self._host_mask(is_token_in_rank)
+        host_mask = self.host_mask(is_token_in_rank)
         to_ranks = compute_channels(is_token_in_rank, num_channels)
         to_hosts = compute_channels(host_mask, num_channels)
         _check_counts(layout, to_ranks, to_hosts)
@@ -154,7 +161,7 @@ class NetworkEngine:
             ends = [*to_hosts.ends[host], *(end for rank in ranks for end in to_ranks.ends[rank])]
             bodies.append([*ends, *(per_expert[e] for e in self._experts_of(ranks, header.num_experts))])
         tokens = _tokens_of_hosts(host_mask)
-        mail = self._open_mail(header)
+        mail = self.open_mail(header)
         letters = self._exchange_letters(mail, header, self._offers(tokens, contents), bodies)
         told = self._tell([letter.body for letter in letters.values()], mail)
         ledger = _Ledger(told, num_channels, len(self.local_ranks))
@@ -183,7 +190,7 @@ class NetworkEngine:
         handle = cast(NetworkHandle, request.handle)  # buffer.py has checked that
         x, scales, num_rows = request.x, request.scales, handle.num_rows
         masks = self._masks_of_sources(handle)
-        tokens = _tokens_of_hosts(self._host_mask(handle.is_token_in_rank))
+        tokens = _tokens_of_hosts(self.host_mask(handle.is_token_in_rank))
         header = Header(
             call=CALLS.index("cached dispatch"),
             dtype=DTYPES.index(x.dtype),
@@ -192,7 +199,7 @@ class NetworkEngine:
             num_worst_tokens=num_rows,
         )
         contents = _Contents.of(header, has_records=False)
-        mail = self._open_mail(header)
+        mail = self.open_mail(header)
         letters = self._exchange_letters(mail, header, self._offers(tokens, contents), None)
         told = self._tell([masks[source].sum(0).tolist() for source in self.sources], mail)
         counts = [told[source] for source in range(self.num_ranks)]
@@ -209,7 +216,7 @@ class NetworkEngine:
         handle = cast(NetworkHandle, request.handle)  # buffer.py has checked that
         x, weights = request.x, request.topk_weights
         masks = self._masks_of_sources(handle)
-        tokens = _tokens_of_hosts(self._host_mask(handle.is_token_in_rank))
+        tokens = _tokens_of_hosts(self.host_mask(handle.is_token_in_rank))
         header = Header(
             call=CALLS.index("combine"),
             dtype=DTYPES.index(x.dtype),
@@ -223,7 +230,7 @@ class NetworkEngine:
                 f"recv_src_meta of the handle must have a row for each of the {row_ends[-1]} rows that its "
                 f"recv_gbl_rank_prefix_sum counts, got {x.size(0)}"
             )
-        mail = self._open_mail(header)
+        mail = self.open_mail(header)
         letters = self._exchange_letters(mail, header, self._offers(tokens, contents), None)
         sums = _Sums(self, mail, tokens, request)
         try:
@@ -248,13 +255,26 @@ class NetworkEngine:
 
     def close(self) -> None:
         """Let go of the memory and the connections; received tensors that still live keep what they use."""
+        self.duties.clear()
         self.exchanger.close()
         self.wire.close()
         self._abandoned.clear()
 
     # Letters
 
-    def _open_mail(self, header: Header) -> Mail:
+    def do_duties(self) -> None:
+        """Do what this rank still owes to others from earlier calls (`deep_ep.engines.network_low_latency`)."""
+        while self.duties:
+            self.duties.popleft()()
+
+    def give_up(self, source: int, reason: str) -> None:
+        """Take part in nothing more, because of a rank of another host."""
+        self.exchanger.control.announce_loss(source, reason)
+        self.wire.give_up(reason)
+
+    def open_mail(self, header: Header) -> Mail:
+        """Return the messages of a new call."""
+        self.do_duties()
         self._num_calls += 1
         call = CALLS[header.call]
         return Mail(self.wire, self.staging, self._num_calls, call, self.exchanger.control.announce_loss)
@@ -311,7 +331,7 @@ class NetworkEngine:
         return dict(self._by_source(self.exchanger.control.all_gather(words, mail.call, "counts"), size))
 
     def _by_source(self, replies: list[list[int]], size: int) -> Iterator[tuple[int, list[int]]]:
-        for sources, words in zip(self._sources_of, replies, strict=True):
+        for sources, words in zip(self.sources_of, replies, strict=True):
             for slot, source in enumerate(sources):
                 yield source, words[slot * size : (slot + 1) * size]
 
@@ -327,7 +347,7 @@ class NetworkEngine:
         """
         by_relay = [
             [sum(counts[source][dst] for source in sources) for dst in range(len(self.local_ranks))]
-            for sources in self._sources_of
+            for sources in self.sources_of
         ]
         record_bytes = passing.contents.record_words(len(self.local_ranks)) * 4
 
@@ -440,14 +460,14 @@ class NetworkEngine:
         """
         x, weights = request.x, request.topk_weights
         begins = [0, *row_ends]
-        own_counts = [sum(row_ends[s] - begins[s] for s in sources) for sources in self._sources_of]
+        own_counts = [sum(row_ends[s] - begins[s] for s in sources) for sources in self.sources_of]
         counts = self.exchanger.control.all_gather(own_counts, mail.call, "counts")
         exchange = self.exchanger.begin(header, _combine_layout, counts=counts)
         with self.exchanger.writing(exchange):
             for dst in exchange.receivers():
                 row, at = exchange.first_row(dst), exchange.layouts[dst]
                 memory, offset = exchange.memories[dst], exchange.places[dst].offset
-                for source in self._sources_of[dst]:
+                for source in self.sources_of[dst]:
                     mine = slice(begins[source], row_ends[source])
                     rows.copy(x[mine], memory, offset + at.x + row * _row_bytes(x))
                     if weights is not None:
@@ -505,7 +525,7 @@ class NetworkEngine:
 
     # Routing
 
-    def _host_mask(self, is_token_in_rank: Tensor) -> Tensor:
+    def host_mask(self, is_token_in_rank: Tensor) -> Tensor:
         """Return `[T, D]` bool: which hosts each token goes to."""
         parts = [is_token_in_rank[:, list(ranks)].any(1) for ranks in self.topology.hosts]
         return torch.stack(parts, 1)

@@ -100,11 +100,11 @@ class Wire:
 
     def send(self, peer: int, tag: int, data: Tensor, what: str) -> Transfer:
         """Start to send the bytes of a contiguous tensor on the CPU."""
-        return self._start(self._group.send, peer, tag, data, what)
+        return self._start("send", peer, tag, data, what)
 
     def recv(self, peer: int, tag: int, data: Tensor, what: str) -> Transfer:
         """Start to receive at most as many bytes as a contiguous tensor has."""
-        return self._start(self._group.recv, peer, tag, data, what)
+        return self._start("recv", peer, tag, data, what)
 
     def wait(self, transfer: Transfer, call: str, deadline: float) -> None:
         """Wait for the end of a transfer.
@@ -135,19 +135,23 @@ class Wire:
             self.wait(transfer, "set-up", deadline)
         return [data.tolist() for data in everyone]
 
+    def give_up(self, reason: str) -> None:
+        """Carry nothing more."""
+        self._failure = self._failure or reason
+
     def close(self) -> None:
         """Let go of the connections."""
         self._failure = self._failure or "it has been closed"
         self._group = self._store = None
 
-    def _start(self, operation: Any, peer: int, tag: int, data: Tensor, what: str) -> Transfer:
+    def _start(self, operation: str, peer: int, tag: int, data: Tensor, what: str) -> Transfer:
         if self._failure is not None:
             raise DestroyedError(
                 f"this buffer has lost its network: {self._failure}", hint="destroy it on all ranks and make a new one"
             )
         transfer = Transfer(None, peer, what, data)
         try:
-            work = operation([data.view(-1).view(torch.uint8)], peer, tag)
+            work = getattr(self._group, operation)([data.view(-1).view(torch.uint8)], peer, tag)
         except RuntimeError as error:
             self._raise(transfer, "call", error)
         return Transfer(work, peer, what, data)
