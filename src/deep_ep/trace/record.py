@@ -171,7 +171,10 @@ class Recorder:
 
     def _observe_wait(self, call: str, awaited: str, start_ns: int, waited_ns: list[int]) -> None:
         if any(waited_ns):
-            waits_us = tuple(waited / 1e3 for waited in waited_ns)
+            waits = [0.0] * self._buffer.group_size
+            for peer, waited in zip(self._buffer.topology.local_ranks, waited_ns, strict=True):
+                waits[peer] = waited / 1e3
+            waits_us = tuple(waits)
             end_ns = start_ns + max(waited_ns)
             self._add(self._thread(), Kind.WAIT, f"wait for {awaited} ({call})", start_ns, end_ns, waits_us)
 
