@@ -63,7 +63,7 @@ if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && [ "$("$python" -c 'import sys; 
         "$python" -m venv .venv
     fi
     python=$(pwd)/.venv/bin/python
-    activate="first: . .venv/bin/activate"
+    activate=". .venv/bin/activate"
 fi
 
 printf 'Installing deep_ep into %s.\n' "$("$python" -c 'import sys; print(sys.prefix)')"
@@ -90,5 +90,5 @@ code=0
 "$python" -m deep_ep check --ranks 2 || code=$?
 printf '\n'
 [ $code = 0 ] && printf 'deep_ep is installed.' || printf 'deep_ep is installed, but the check above found a problem.'
-printf ' Try: %s%s\n' "${activate:+$activate; }" "deep-ep bench"
+printf ' Try: %s%s\n' "${activate:+$activate && }" "deep-ep bench"
 exit $code

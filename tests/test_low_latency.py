@@ -15,10 +15,16 @@ from __future__ import annotations
 import argparse
 import sys
 
+import torch
+import torch.distributed as dist
+
 import verification
+from deep_ep import tuned
 from deep_ep.bench import oracle
 from deep_ep.bench.case import Case
 from deep_ep.bench.measure import measure
+from deep_ep.tune.command import make_entry
+from deep_ep.tune.search import SPACES, kind_of, search
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -27,7 +33,24 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, default=128, help="tokens of each rank (default: 128)")
     parser.add_argument("--num-topk", type=int, default=8, help="experts of a token (default: 8)")
     parser.add_argument("--num-experts", type=int, nargs="+", default=[32], help="on all ranks (default: 32)")
+    parser.add_argument(
+        "--auto-tune", action="store_true", help="first search for the best launch parameters, and keep them"
+    )
     return parser
+
+
+def tune(talk: verification.Talk, case: Case, args: argparse.Namespace) -> None:
+    rank = talk.rank
+    kind = kind_of(case, rank.device.type)
+    # No candidate is begun after a quarter of the limit, so that the rest has time.
+    outcome = search(rank, kind(), SPACES[kind], [case], args.num_iterations, args.timeout_s / 4)
+    if rank.rank == 0:
+        device = tuned.cpu_device() if rank.device.type == "cpu" else torch.cuda.get_device_name(rank.device)
+        path = tuned.save(device, make_entry(outcome, [case], rank.num_ranks))
+        found = "the defaults are best" if outcome.tuning == kind() else f"{outcome.tuning}"
+        times = f"{outcome.default_us[0]:.1f} us by default, {outcome.tuned_us[0]:.1f} us tuned"
+        talk.say(f"Auto-tune: {found} ({times}, {len(outcome.trials)} candidates), kept in {path}")
+    dist.barrier()
 
 
 def verify(talk: verification.Talk, args: argparse.Namespace) -> None:
@@ -41,6 +64,10 @@ def verify(talk: verification.Talk, args: argparse.Namespace) -> None:
             talk.claims(buffer, one, str(num_experts))
         if talk.num_failed:
             break  # what is wrong has no speed
+        if args.auto_tune:
+            buffer.destroy()
+            tune(talk, fp8_case, args)
+            buffer = oracle.make_buffer(rank, case)
         record = measure(rank, buffer, fp8_case, args.num_iterations)
         rival = ""
         if "torch_dispatch_us" in record:
@@ -61,26 +88,17 @@ if __name__ == "__main__":
     sys.exit(main())
 
 
-def test_every_claim_of_the_program_is_printed_and_holds():
-    arguments = (
-        "--device",
-        "cpu",
-        "--num-experts",
-        "32",
-        "--batch-size",
-        "16",
-        "--hidden",
-        "256",
-        "--num-iterations",
-        "4",
-    )
-    result = verification.run_program("test_low_latency.py", *arguments)
+def test_every_claim_of_the_program_is_printed_and_holds(tmp_path):
+    arguments = "--device cpu --num-experts 32 --batch-size 16 --hidden 256 --num-iterations 4 --auto-tune"
+    result = verification.run_program("test_low_latency.py", *arguments.split(), DEEP_EP_CACHE_DIR=str(tmp_path))
     assert result.returncode == 0, result.stdout + result.stderr
     for name in ("Dispatch", "Combine", "Dispatch with hook", "Combine with hook"):
         assert f"Test {name} with 32 experts: PASSED\n" in result.stdout
         assert f"Test {name} with 32 experts, fp8 rows: PASSED\n" in result.stdout
     for words in ("Latency for 32 experts: ", "Dispatch latency: ", "Combine latency: ", "Communication overlap: "):
         assert f"\n{words}" in result.stdout
+    assert "\nAuto-tune: " in result.stdout
+    assert len(list(tmp_path.glob("tuned/*.json"))) == 1
     assert result.stdout.endswith("All claims hold.\n")
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from itertools import count
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deep_ep import checks, env
+from deep_ep import checks, env, tuned
 from deep_ep.config import (
     BufferSizeHint,
     ClusterProfile,
@@ -30,6 +30,7 @@ from deep_ep.engines.cpu import CpuEngine
 from deep_ep.engines.cpu_low_latency import CpuLowLatencyEngine
 from deep_ep.engines.gpu import GpuEngine
 from deep_ep.engines.gpu_low_latency import GpuLowLatencyEngine
+from deep_ep.engines.low_latency_plans import LowLatencyTuning
 from deep_ep.engines.network import NetworkEngine, NetworkTuning
 from deep_ep.engines.network_low_latency import NetworkLowLatencyEngine
 from deep_ep.errors import ConfigError, DestroyedError, UnsupportedError
@@ -46,6 +47,7 @@ logger = logging.getLogger("deep_ep")
 _LIVE: WeakValueDictionary[int, Buffer] = WeakValueDictionary()
 _OP_IDS = count()
 
+T = TypeVar("T")
 Rows = Tensor | tuple[Tensor, Tensor]
 DispatchReturn = tuple[Rows, Tensor | None, Tensor | None, list[int] | None, tuple[Tensor, ...] | None, EventOverlap]
 
@@ -102,6 +104,7 @@ class Buffer(LowLatencyCalls):
     num_sms: ClassVar[int] = 20
     num_nvlink_channels: ClassVar[int] = 0
     use_rdma: ClassVar[bool | None] = None
+    _num_tuned_channels: int = 0
 
     def __init__(
         self,
@@ -164,17 +167,32 @@ class Buffer(LowLatencyCalls):
                 timeout_s,
                 self._device,
                 use_peer_access=env.USE_P2P.get(),
-                tuning=GpuTuning(stream=Buffer.is_sm90_compiled() and not env.DISABLE_AGGRESSIVE_PTX_INSTRS.get()),
+                tuning=self._gpu_tuning(rendezvous),
             )
             self._streams = CudaStreams(self._device)
             if low_latency_mode:
                 self._low_latency = GpuLowLatencyEngine(
-                    rendezvous, timeout_s, self._device, use_peer_access=env.USE_P2P.get()
+                    rendezvous,
+                    timeout_s,
+                    self._device,
+                    use_peer_access=env.USE_P2P.get(),
+                    tuning=self._tuned(LowLatencyTuning, rendezvous),
                 )
 
         self.latency = LatencyMonitor(self.rank, self.group_size, self._device, waited_ns)
         self.op_id = next(_OP_IDS)
         _LIVE[self.op_id] = self
+
+    def _tuned(self, kind: type[T], rendezvous: Rendezvous) -> T:
+        """Return the tuning that `deep-ep tune` found for this GPU, if all ranks know it."""
+        tuning = tuned.load(kind, torch.cuda.get_device_name(self._device), self.group_size)
+        return tuned.agree(tuning, kind(), rendezvous.all_gather)
+
+    def _gpu_tuning(self, rendezvous: Rendezvous) -> GpuTuning:
+        stream = Buffer.is_sm90_compiled() and not env.DISABLE_AGGRESSIVE_PTX_INSTRS.get()
+        tuning = replace(self._tuned(GpuTuning, rendezvous), stream=stream)
+        self._num_tuned_channels = tuning.num_channels_per_peer
+        return tuning
 
     def _connect_hosts(self, rendezvous: Rendezvous, timeout_s: float) -> NetworkEngine:
         """Return the engine of CPU ranks of several hosts."""
@@ -656,8 +674,10 @@ class Buffer(LowLatencyCalls):
         if self._engine is None:
             raise DestroyedError("this buffer has been destroyed", hint="make a new Buffer")
         engine = self._engine
-        if isinstance(engine, GpuEngine) and engine.tuning.num_channels_per_peer != Buffer.num_nvlink_channels:
-            engine.tuning = replace(engine.tuning, num_channels_per_peer=Buffer.num_nvlink_channels)
+        if isinstance(engine, GpuEngine):
+            num_channels = Buffer.num_nvlink_channels or self._num_tuned_channels
+            if engine.tuning.num_channels_per_peer != num_channels:
+                engine.tuning = replace(engine.tuning, num_channels_per_peer=num_channels)
         return engine
 
     def _check_handle(self, handle: object, device: torch.device, num_tokens: int | str = "num_tokens") -> Handle:

@@ -18,6 +18,7 @@ from deep_ep.extras import MissingExtraError
 COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("deep_ep.check.command:command", "Tell whether this machine is right, and what to do if not."),
     "bench": ("deep_ep.bench.command:command", "Verify exchanges, then time them beside torch.distributed."),
+    "tune": ("deep_ep.tune.command:command", "Search for the fastest launch parameters of this device."),
     "trace": (
         "deep_ep.trace.command:command",
         "Record a layer of experts on all ranks; draw what overlaps and what waits.",

@@ -12,6 +12,22 @@ _MAX_SENDERS = 10
 
 
 @dataclass(frozen=True, slots=True)
+class CpuTuning:
+    """How CPU ranks wait for each other.
+
+    Attributes:
+        spin_us: How long a rank that waits keeps its core before it yields it to others; where there are fewer cores
+            than ranks, it yields at once.
+    """
+
+    spin_us: float = 200.0
+
+    def __post_init__(self) -> None:
+        if not self.spin_us >= 0:
+            raise ValueError(f"spin_us must be at least 0, got {self.spin_us}")
+
+
+@dataclass(frozen=True, slots=True)
 class GpuTuning:
     """Launch parameters that all ranks of a group must share.
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from deep_ep import tuned
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
@@ -124,7 +126,7 @@ def look() -> Machine:
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return Machine(
         system=f"{platform.system()} {platform.release()}",
-        processor=_processor(),
+        processor=tuned.cpu_name(),
         num_cores=len(os.sched_getaffinity(0)),
         python=tuple(sys.version_info[:3]),
         torch=torch.__version__,
@@ -177,15 +179,6 @@ def _count_links(nvml: Any, handle: Any) -> int | None:
         return states.count(nvml.NVML_FEATURE_ENABLED)
     except nvml.NVMLError:
         return None
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.machine()
 
 
 def _memory() -> tuple[int, int]:

@@ -9,7 +9,7 @@ What an expert makes of a row, here: the row times a factor that tells experts (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -114,6 +114,15 @@ def make_buffer(rank: Rank, *cases: Case) -> Buffer:
         num_bytes = max(num_bytes, 2 * num_rows * (2 * case.hidden + 64))
     has_low_latency = any(case.mode != "normal" for case in cases)
     return Buffer(rank.group, num_nvl_bytes=num_bytes, low_latency_mode=has_low_latency, device=rank.device)
+
+
+def first_failure(rank: Rank, buffer: Buffer, cases: Sequence[Case]) -> str | None:
+    """Verify cases until a claim fails; return what speaks against it, None if all hold."""
+    for case in cases:
+        for claim in verify(rank, buffer, case):
+            if claim.error is not None:
+                return f"{claim.name} of {case.shape}: {claim.error}"
+    return None
 
 
 def verify(rank: Rank, buffer: Buffer, case: Case) -> Iterator[Claim]:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import click
 
-from deep_ep import env
+from deep_ep import env, tuned
 from deep_ep.bench import facts
 from deep_ep.check.exchange import Outcome, paths, try_path
 from deep_ep.check.findings import Finding, Status, judge
@@ -46,6 +46,7 @@ def command(num_ranks: int, timeout_s: float, as_json: bool) -> None:
     findings = judge(machine)
     _show_findings(screen, findings, as_json=as_json)
     _show_variables(screen, as_json=as_json)
+    _show_tunings(screen, machine.gpus[0].name if machine.gpus else tuned.cpu_device(), as_json=as_json)
     outcomes = []
     found = paths(len(machine.gpus), num_ranks) if num_ranks else []
     with screen.progress("exchanges", len(found)) as advance:
@@ -99,6 +100,20 @@ def _show_variables(screen: Screen, *, as_json: bool) -> None:
         is_set = text != "not set"
         fields = {"name": name, "text": text if is_set else None, "in_force": value, "meaning": meaning}
         screen.record({"kind": "variable", **fields})
+
+
+def _show_tunings(screen: Screen, device: str, *, as_json: bool) -> None:
+    """Tell which launch parameters will be used, and where they come from."""
+    entries = tuned.find_all(device)
+    for entry, path in entries:
+        if as_json:
+            screen.record({"kind": "tuning", "device": device, "file": str(path), "entry": entry})
+            continue
+        changed = ", ".join(f"{name}={value}" for name, value in entry.get("parameters", {}).items())
+        gain = f"{100 * (entry.get('gain', 1) - 1):.0f} % faster than the defaults when it was found"
+        screen.line(f"Tuning of {entry.get('num_ranks')} ranks: {entry.get('kind')}({changed}), {gain} ({path}).")
+    if not entries and not as_json:
+        screen.line(f"Tuning: the defaults, as `deep-ep tune` has found nothing for {device}.")
 
 
 def _show_outcomes(screen: Screen, outcomes: list[Outcome], *, as_json: bool) -> None:

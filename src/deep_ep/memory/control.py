@@ -39,14 +39,15 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 
+from deep_ep import tuned
 from deep_ep.errors import DestroyedError, PeerTimeoutError
 from deep_ep.layout import ControlLayout
 from deep_ep.memory.cpu import HostMemory
 from deep_ep.memory.rendezvous import AllGather
+from deep_ep.tuning import CpuTuning
 
 WaitObserver = Callable[[str, str, int, list[int]], None]
 
-_SPIN_S = 200e-6
 _YIELD_S = 2e-3
 _SLEEP_S = 50e-6
 _MAX_SLEEP_S = 1e-3
@@ -85,7 +86,8 @@ class Control:
         self._step = 0
         self._failure: str | None = None
         # With fewer cores than ranks, a rank that spins keeps the one it waits for from running.
-        self._spin_s = _SPIN_S if num_ranks <= len(os.sched_getaffinity(0)) else 0.0
+        spin_us = tuned.load(CpuTuning, tuned.cpu_device(), num_ranks).spin_us
+        self._spin_s = spin_us * 1e-6 if num_ranks <= len(os.sched_getaffinity(0)) else 0.0
 
     def all_gather(self, words: Sequence[int], call: str = "call", awaited: str = "its part") -> list[list[int]]:
         """Give integers, get everyone's. Takes one step, or several if there are more integers than an area holds.

@@ -1,0 +1,1 @@
+"""`deep-ep tune`: which launch parameters are fastest on this device?"""
