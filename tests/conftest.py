@@ -1,6 +1,7 @@
 """Fixtures and profiles that all tests share."""
 
 import os
+import tempfile
 
 import hypothesis
 import pytest
@@ -20,6 +21,11 @@ hypothesis.settings.register_profile("ci", max_examples=250, derandomize=True, *
 hypothesis.settings.register_profile("gpu", max_examples=5, derandomize=True, **_COMMON)
 hypothesis.settings.register_profile("nightly", max_examples=5000, **_COMMON)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+# Tests leave nothing in the cache of whoever runs them, and find nothing there.
+_cache = tempfile.TemporaryDirectory(prefix="deep-ep-tests-")
+os.environ["DEEP_EP_CACHE_DIR"] = _cache.name
 
 
 @pytest.fixture(scope="session")

@@ -37,10 +37,12 @@ from deep_ep.errors import ConfigError, DestroyedError, UnsupportedError
 from deep_ep.events import EventHandle, EventOverlap
 from deep_ep.latency import LatencyMonitor
 from deep_ep.low_latency import LowLatencyCalls
+from deep_ep.memory.control import Control
 from deep_ep.memory.rendezvous import Rendezvous
 from deep_ep.streams import CpuStreams, CudaStreams, Event
 from deep_ep.topology import discover
-from deep_ep.tuning import GpuTuning
+from deep_ep.tuning import GpuTuning, next_power_of_two
+from deep_ep.warmup import Shapes, timed_start_up
 
 logger = logging.getLogger("deep_ep")
 
@@ -78,11 +80,16 @@ class Buffer(LowLatencyCalls):
             the CPU where there is none.
         profile: "small", "medium" or "large", or a `deep_ep.config.ClusterProfile`; the same on all ranks. None
             chooses by the number of ranks.
+        preinitialize: Whether to do now what the first calls would have to do: compile or load kernels, get memory,
+            make an exchange of each shape and an empty one. See `deep_ep.warmup`.
+        shapes: What calls will look like, for `preinitialize` and `warmup_async`: `deep_ep.shapes.ExchangeShape`s or
+            their fields; the same on all ranks. None takes the shapes that programs on this machine have used.
 
     Attributes:
         group, group_size, rank: The ranks, their number, this rank.
         num_nvl_bytes, num_rdma_bytes, low_latency_mode, explicitly_destroy, enable_shrink: As they were passed.
         profile: The `deep_ep.config.ClusterProfile` in force.
+        init_report: Where the time of the constructor went, a `deep_ep.warmup.InitReport`.
         latency: How long calls take, a `deep_ep.latency.LatencyMonitor`.
         op_id: The number under which the operators of `deep_ep.ops` know this buffer.
         num_sms, num_nvlink_channels: Class attributes, see `set_num_sms` and `set_nvlink_channels`.
@@ -106,6 +113,7 @@ class Buffer(LowLatencyCalls):
     use_rdma: ClassVar[bool | None] = None
     _num_tuned_channels: int = 0
 
+    @timed_start_up
     def __init__(
         self,
         group: dist.ProcessGroup | None,
@@ -122,6 +130,8 @@ class Buffer(LowLatencyCalls):
         timeout_s: float | None = None,
         device: torch.device | str | None = None,
         profile: ClusterProfile | str | None = None,
+        preinitialize: bool = False,
+        shapes: Shapes | None = None,
     ) -> None:
         self._engine: Engine | None = None
         self._low_latency = None
@@ -161,6 +171,9 @@ class Buffer(LowLatencyCalls):
                 else:
                     self._low_latency = CpuLowLatencyEngine(cpu_engine.exchanger)
         else:
+            # Ranks that need more memory tell each other without the program's group, in whatever thread they are.
+            meeting = Control(self.rank, self.group_size, rendezvous.all_gather, timeout_s, rendezvous.ranks)
+            rendezvous.all_gather = meeting.all_gather
             self._engine = GpuEngine(
                 rendezvous,
                 int(num_nvl_bytes),
@@ -182,6 +195,7 @@ class Buffer(LowLatencyCalls):
         self.latency = LatencyMonitor(self.rank, self.group_size, self._device, waited_ns)
         self.op_id = next(_OP_IDS)
         _LIVE[self.op_id] = self
+        self._start_up(rendezvous, timeout_s, shapes, preinitialize=preinitialize, num_hosts=self.topology.num_hosts)
 
     def _tuned(self, kind: type[T], rendezvous: Rendezvous) -> T:
         """Return the tuning that `deep-ep tune` found for this GPU, if all ranks know it."""
@@ -222,6 +236,7 @@ class Buffer(LowLatencyCalls):
 
         Tensors that calls have returned stay valid.
         """
+        self._stop_warming()
         if self._low_latency is not None:
             self._low_latency.close()
             self._low_latency = None
@@ -538,6 +553,9 @@ class Buffer(LowLatencyCalls):
                 "a dispatch with new routing waits on the host for its counts, which a CUDA graph cannot capture",
                 hint="pass num_worst_tokens, or a handle",
             )
+        if idx is not None and rows.dtype in (torch.bfloat16, torch.float8_e4m3fn) and rows.numel():
+            is_fp8, num_tokens = rows.dtype == torch.float8_e4m3fn, next_power_of_two(rows.size(0))
+            self._note_shape((rows.size(1), idx.size(1), num_experts, num_tokens, False, is_fp8, config.num_sms))
         result, event = self._streams.run(
             lambda: self.latency.run("dispatch", engine.dispatch, request), (request,), previous_event, async_finish
         )
@@ -673,6 +691,8 @@ class Buffer(LowLatencyCalls):
     def _running(self) -> Engine:
         if self._engine is None:
             raise DestroyedError("this buffer has been destroyed", hint="make a new Buffer")
+        if self._warmup is not None:
+            self._let_call_in(self._warmup)
         engine = self._engine
         if isinstance(engine, GpuEngine):
             num_channels = Buffer.num_nvlink_channels or self._num_tuned_channels

@@ -20,12 +20,13 @@ from deep_ep.errors import ConfigError, DestroyedError
 from deep_ep.events import EventOverlap
 from deep_ep.latency import LatencyMonitor
 from deep_ep.streams import Streams
+from deep_ep.warmup import WarmupCalls
 
 R = TypeVar("R")
 Hook = Callable[[], None]
 
 
-class LowLatencyCalls:
+class LowLatencyCalls(WarmupCalls):
     """The low-latency calls of a buffer that was made with `low_latency_mode=True`."""
 
     group_size: int
@@ -104,6 +105,10 @@ class LowLatencyCalls:
                 "dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, "low_latency_dispatch", return_recv_hook
             ),
         )
+        if request.row_format in (RowFormat.BF16, RowFormat.FP8):
+            is_fp8, num_topk = request.row_format is RowFormat.FP8, request.topk_idx.size(1)
+            if x.size(1) and num_topk:
+                self._note_shape((x.size(1), num_topk, num_experts, limit, True, is_fp8, 0))
         result, event, hook = self._issue(
             "low_latency_dispatch",
             lambda: engine.dispatch(request, split=return_recv_hook),
@@ -227,6 +232,8 @@ class LowLatencyCalls:
 
     def _low_latency_running(self) -> LowLatencyEngine:
         if self._low_latency is not None:
+            if self._warmup is not None:
+                self._let_call_in(self._warmup)
             return self._low_latency
         if self.low_latency_mode:
             raise DestroyedError("this buffer has been destroyed", hint="make a new Buffer")

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deep_ep.config import buffer_size_hint
 from deep_ep.engines import few, rows
 from deep_ep.engines.base import CachedDispatchRequest, CombineRequest, DispatchRequest, DispatchResult, Handle, Layout
 from deep_ep.engines.exchange import CALLS, DTYPES, Exchange, Exchanger, Header, check_worst_tokens
@@ -33,6 +34,7 @@ from deep_ep.engines.routing import (
 from deep_ep.errors import ConfigError
 from deep_ep.layout import CombineLayout, DispatchLayout
 from deep_ep.memory.rendezvous import Rendezvous
+from deep_ep.shapes import ExchangeShape
 
 
 class CpuEngine:
@@ -142,6 +144,21 @@ class CpuEngine:
             token_rows = rows.TokenRows(tokens, num_tokens, 0)
         shape = (num_rows - header.num_bias_rows, weights.size(1))
         return combined_x, token_rows.sum(own.rows(own_offset + own_at.topk_weights, *shape, torch.float32))
+
+    def reserve(self, shape: ExchangeShape) -> None:
+        """Get memory for calls of a shape, whatever their routing; all ranks do so together."""
+        row_bytes = shape.hidden * (1 if shape.use_fp8 else 2)
+        hint = buffer_size_hint(
+            shape.num_max_tokens_per_rank, row_bytes, self.num_ranks, shape.num_topk, shape.num_scales
+        )
+        combine_bytes = CombineLayout(
+            num_rows=self.num_ranks * shape.num_max_tokens_per_rank,
+            row_bytes=2 * shape.hidden,
+            num_topk=shape.num_topk,
+            num_bias_rows=0,
+        ).num_bytes
+        # Dispatched rows are in use while those of the combine arrive.
+        self.exchanger.reserve(hint.num_nvl_bytes // 2 + max(hint.num_nvl_bytes // 2, combine_bytes))
 
     def local_bytes(self) -> Tensor:
         """Return the first segment of this rank's shared memory, as a uint8 tensor."""

@@ -36,6 +36,7 @@ from deep_ep.engines.exchange import CALLS, DTYPES, Exchange, Exchanger, Header
 from deep_ep.engines.routing import expert_range
 from deep_ep.errors import MismatchError
 from deep_ep.layout import CombineLayout, LowLatencyDispatchLayout
+from deep_ep.shapes import ExchangeShape
 
 _FORMATS = tuple(RowFormat)
 R = TypeVar("R")
@@ -112,6 +113,19 @@ class CpuLowLatencyEngine:
             _sum_weighted(table[:num_bytes].view(x.dtype).view(shape), pairs, request.topk_weights, out)
 
         return _pend(out, finish, split)
+
+    def reserve(self, shape: ExchangeShape) -> None:
+        """Get memory for calls of a shape, two dispatched results and a combine; all ranks do so together."""
+        num_tokens = shape.num_max_tokens_per_rank
+        dispatch = LowLatencyDispatchLayout(
+            num_slots=self._num_slots(shape.num_experts, num_tokens),
+            row_bytes=shape.hidden * (1 if shape.use_fp8 else 2),
+            scale_row_bytes=4 * shape.num_scales,
+        )
+        combine = CombineLayout(
+            num_rows=num_tokens * shape.num_topk, row_bytes=2 * shape.hidden, num_topk=0, num_bias_rows=0
+        )
+        self._exchanger.reserve(2 * dispatch.num_bytes + max(dispatch.num_bytes, combine.num_bytes))
 
     def local_bytes(self) -> Tensor:
         """Return the first segment of this rank's shared memory, which normal mode uses too."""

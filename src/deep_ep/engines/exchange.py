@@ -244,6 +244,13 @@ class Exchanger:
         self.segments.clear()
         self.control.close()
 
+    def reserve(self, num_bytes: int) -> None:
+        """Get memory so that every rank can receive so many bytes at once; all ranks do so together."""
+        replies = self.control.all_gather(self.arena.largest_free(), "warm-up", "its memory")
+        places = [Extent(*reply) for reply in replies]
+        if any(place.num_bytes < num_bytes for place in places):
+            self._grow([num_bytes] * self.num_ranks, places, "warm-up")
+
     def _grow(self, needs: list[int], places: list[Extent], call: str) -> list[Extent]:
         """Map new memory on every rank whose free stretch is too small; give back what nobody uses."""
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from deep_ep.errors import CapacityError, UnsupportedError
 from deep_ep.memory.rendezvous import AllGather
+from deep_ep.phases import phase
 
 
 class HostMemory:
@@ -36,7 +37,8 @@ class HostMemory:
 
     def __init__(self, num_bytes: int, rank: int, all_gather: AllGather) -> None:
         self.rank = rank
-        own, fd, error = _allocate(num_bytes)
+        with phase("allocate"):
+            own, fd, error = _allocate(num_bytes)
         try:
             stat = os.fstat(fd) if fd >= 0 else None
             identity = (stat.st_dev, stat.st_ino) if stat else (0, 0)
@@ -49,7 +51,8 @@ class HostMemory:
                     self._maps.append(own if peer == rank else None)
                     continue
                 try:
-                    self._maps.append(_map_peer(pid, peer_fd, peer_bytes, tuple(peer_identity)))
+                    with phase("map_peers"):
+                        self._maps.append(_map_peer(pid, peer_fd, peer_bytes, tuple(peer_identity)))
                 except OSError:
                     self._maps.append(None)
                     unreachable = peer

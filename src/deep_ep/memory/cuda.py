@@ -18,6 +18,7 @@ from torch import Tensor
 
 from deep_ep.errors import CapacityError, UnsupportedError
 from deep_ep.memory.rendezvous import AllGather
+from deep_ep.phases import phase
 
 _HANDLE_WORDS = 8
 _CUDA_ERROR_MEMORY_ALLOCATION = 2
@@ -47,11 +48,13 @@ class CudaMemory:
         self._runtime: Any = _load_runtime()
         self._mapped: dict[int, int] = {}
         with torch.cuda.device(device):
-            self._own, error = self._allocate(num_bytes)
+            with phase("allocate"):
+                self._own, error = self._allocate(num_bytes)
             offers = all_gather([error, *(self._export() if error == 0 else [0] * _HANDLE_WORDS)])
             try:
                 _raise_if_short(offers, num_bytes)
-                errors = [self._map(peer, offer[1:]) for peer, offer in enumerate(offers)]
+                with phase("map_peers"):
+                    errors = [self._map(peer, offer[1:]) for peer, offer in enumerate(offers)]
                 _raise_if_unreachable(all_gather(errors))
             except BaseException:
                 self.close()

@@ -16,6 +16,7 @@ from torch import Tensor
 from deep_ep.errors import UnsupportedError
 from deep_ep.memory.cpu import HostMemory
 from deep_ep.memory.rendezvous import AllGather
+from deep_ep.phases import phase
 
 _REGISTER_MAPPED_AND_PORTABLE = 3
 
@@ -45,7 +46,9 @@ class StagedMemory:
         self._registered: list[int] = []
         table = self._host.address_table()
         if device.type == "cuda":
-            errors = all_gather([self._register(address) for address in table.tolist()])
+            with phase("map_peers"):
+                own_errors = [self._register(address) for address in table.tolist()]
+            errors = all_gather(own_errors)
             if any(any(row) for row in errors):
                 self.close()
                 raise UnsupportedError(
