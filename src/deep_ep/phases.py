@@ -34,7 +34,12 @@ class PhaseClock:
     def __init__(self) -> None:
         self.ns = dict.fromkeys(PHASES, 0)
         self._open: list[str] = []
-        self._since_ns = 0
+        self._begin_ns = self._since_ns = 0
+
+    @property
+    def wall_ns(self) -> int:
+        """Return the time from the beginning of the first phase to the end of the last one."""
+        return self._since_ns - self._begin_ns
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -59,6 +64,8 @@ class PhaseClock:
         now_ns = perf_counter_ns()
         if self._open:
             self.ns[self._open[-1]] += now_ns - self._since_ns
+        elif not self._begin_ns:
+            self._begin_ns = now_ns
         self._since_ns = now_ns
 
 

@@ -32,7 +32,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
-from time import perf_counter_ns
 from typing import Any, ClassVar, ParamSpec
 
 import torch
@@ -43,7 +42,7 @@ from deep_ep.engines.gpu import GpuEngine
 from deep_ep.engines.gpu_kernels import load_kernels
 from deep_ep.engines.gpu_low_latency import GpuLowLatencyEngine
 from deep_ep.engines.network import NetworkEngine
-from deep_ep.errors import ConfigError, DeepEPError, MismatchError, PeerTimeoutError
+from deep_ep.errors import ConfigError, MismatchError, PeerTimeoutError
 from deep_ep.latency import LatencyMonitor
 from deep_ep.memory.control import Control
 from deep_ep.memory.rendezvous import AllGather, Rendezvous
@@ -92,7 +91,7 @@ class Warmup:
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        self._is_done = self._has_call = self._is_closed = False
+        self._is_done = self._has_call = self.is_closed = False
         self._lets_calls_in = True
         self._error: BaseException | None = None
         self._report: InitReport | None = None
@@ -136,10 +135,10 @@ class Warmup:
             self._has_call = True
 
     def keep_calls_out(self) -> bool:
-        """Let no call begin from now on; return false if one has begun already."""
+        """Let no call begin from now on; return false if one has begun already, or none will."""
         with self._condition:
-            self._lets_calls_in = self._has_call
-            return not self._has_call
+            self._lets_calls_in = self._has_call or self.is_closed
+            return not self._lets_calls_in
 
     def start(self, work: Callable[[Warmup], InitReport]) -> None:
         """Do the work in a thread."""
@@ -149,8 +148,7 @@ class Warmup:
                 self._report = work(self)
             except BaseException as error:  # whatever it is, `wait` raises it
                 self._error = error
-                if not self._is_closed:
-                    logger.warning("warming in the background failed: %s", error)
+                logger.warning("warming in the background failed: %s", error)
             with self._condition:
                 self._is_done = True
                 self._condition.notify_all()
@@ -159,15 +157,10 @@ class Warmup:
         self._thread.start()
 
     def close(self) -> None:
-        """End it as soon as may be, and wait for that."""
-        self._is_closed = True
+        """End it as soon as may be, and wait for that: its peers have its vote, which is no."""
+        self.is_closed = True
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-
-    def raise_if_closed(self) -> None:
-        """Raise in the thread if nobody needs its work any more."""
-        if self._is_closed:
-            raise DeepEPError("the buffer was destroyed while it was being warmed")
 
 
 class WarmupCalls:
@@ -281,23 +274,20 @@ class WarmupCalls:
         self._gather_report = rendezvous.all_gather
 
     def _warm_in_background(self, warmup: Warmup, shapes: tuple[ExchangeShape, ...], *, is_told: bool) -> InitReport:
-        clock, start_ns = PhaseClock(), perf_counter_ns()
+        clock = PhaseClock()
         background = self._background
         with clock.running(), phase("handshake"):
             if background is not None:
                 shapes = _agree(background.all_gather, shapes, is_told=is_told)
             for shape in shapes:
-                warmup.raise_if_closed()
-                self._prepare(shape)
+                if not warmup.is_closed:
+                    self._prepare(shape)
             if background is not None:
-                is_first = warmup.keep_calls_out()
-                warmup.raise_if_closed()
-                if all(vote for (vote,) in background.all_gather([int(is_first)])):
+                votes = background.all_gather([int(warmup.keep_calls_out())])
+                if all(vote for (vote,) in votes):
                     self._shapes = shapes
                     self._connect(shapes)
-        wall_ns = perf_counter_ns() - start_ns
-        everyone = None if background is None else background.all_gather(_words(clock, wall_ns))
-        return _make_report(clock, wall_ns, everyone)
+        return _make_report(clock, None if background is None else background.all_gather(_words(clock)))
 
     def _prepare(self, shape: ExchangeShape) -> None:
         """Do what this rank can do on its own."""
@@ -350,27 +340,26 @@ def timed_start_up(init: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(init)
     def timed(*args: P.args, **kwargs: P.kwargs) -> None:
-        clock, start_ns = PhaseClock(), perf_counter_ns()
+        clock = PhaseClock()
         with clock.running(), phase("handshake"):
             init(*args, **kwargs)
-        wall_ns = perf_counter_ns() - start_ns
         self: Any = args[0]
-        self.init_report = _make_report(clock, wall_ns, self.__dict__.pop("_gather_report")(_words(clock, wall_ns)))
+        self.init_report = _make_report(clock, self.__dict__.pop("_gather_report")(_words(clock)))
 
     return timed
 
 
-def _words(clock: PhaseClock, wall_ns: int) -> list[int]:
-    return [*clock.ns.values(), wall_ns]
+def _words(clock: PhaseClock) -> list[int]:
+    return [*clock.ns.values(), clock.wall_ns]
 
 
-def _make_report(clock: PhaseClock, wall_ns: int, everyone: list[list[int]] | None) -> InitReport:
-    own = _words(clock, wall_ns)
+def _make_report(clock: PhaseClock, everyone: list[list[int]] | None) -> InitReport:
+    own = _words(clock)
     most = [max(column) for column in zip(*(everyone or [own]), strict=True)]
     return InitReport(
         phases_ms={name: ns / 1e6 for name, ns in zip(PHASES, own, strict=False)},
         max_phases_ms={name: ns / 1e6 for name, ns in zip(PHASES, most, strict=False)},
-        wall_ms=wall_ns / 1e6,
+        wall_ms=own[-1] / 1e6,
         max_wall_ms=most[-1] / 1e6,
     )
 
