@@ -7,6 +7,7 @@ what they return does not overlap. `combine_with_weights` is the gradient of `di
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ def _combine_with_weights(x: Tensor, topk_weights: Tensor, handle: list[Tensor],
     return sums, weights
 
 
-def run_combine(x: Tensor, handle: list[Tensor], buffer: int) -> Tensor:
+def run_combine(x: Tensor, handle: Sequence[Tensor], buffer: int) -> Tensor:
     """Combine, and return the sums."""
     live = live_buffer(buffer)
     return live.combine(x, tuple(handle), config=_config_of(live, handle))[0]
@@ -115,7 +116,7 @@ def _num_recv(handle: list[Tensor]) -> Any:
     return handle[_SRC[len(handle)]].shape[0]
 
 
-def _config_of(live: Buffer, handle: list[Tensor]) -> Any:
+def _config_of(live: Buffer, handle: Sequence[Tensor]) -> Any:
     """Return a config with as many channels as the handle has; the program may have set another number since."""
     return combine_config(live.group_size, 2 * handle[1].size(1))
 

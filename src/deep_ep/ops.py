@@ -105,14 +105,17 @@ def dispatch(
         ConfigError, MismatchError, CapacityError, PeerTimeoutError: As `Buffer.dispatch`.
     """
     rows, scales = x if isinstance(x, tuple) else (x, None)
-    inputs = (rows, scales, topk_idx, topk_weights, buffer.op_id, num_experts, Buffer.num_sms)
-    call: Any = torch.ops.deep_ep.dispatch
-    handle: Sequence[Tensor]
-    if _is_plain(rows, topk_weights):
-        call = _DispatchWithGradient.apply
-        recv_x, recv_scales, recv_idx, recv_weights, counts, *handle = call(*inputs, expert_alignment, num_worst_tokens)
+    inputs: tuple[Any, ...] = (rows, scales, topk_idx, topk_weights, buffer.op_id, num_experts, Buffer.num_sms)
+    inputs += (expert_alignment, num_worst_tokens)
+    if not _is_plain(rows, topk_weights):
+        recv_x, recv_scales, recv_idx, recv_weights, counts, handle = torch.ops.deep_ep.dispatch(*inputs)
+    elif torch.is_grad_enabled() and (rows.requires_grad or topk_weights.requires_grad):
+        others: list[Any] = []
+        apply: Any = _DispatchWithGradient.apply
+        recv_x, recv_weights = apply(rows, topk_weights, inputs, others)
+        recv_scales, recv_idx, counts, handle = others
     else:
-        recv_x, recv_scales, recv_idx, recv_weights, counts, handle = call(*inputs, expert_alignment, num_worst_tokens)
+        recv_x, recv_scales, recv_idx, recv_weights, counts, handle = run_dispatch(*inputs)
     received = recv_x if scales is None else (recv_x, recv_scales)
     return Dispatched(received, recv_idx, recv_weights, counts, tuple(handle))
 
@@ -131,12 +134,13 @@ def combine(x: Tensor, handle: Sequence[Tensor], buffer: Buffer) -> Tensor:
     Raises:
         ConfigError, MismatchError, CapacityError, PeerTimeoutError: As `Buffer.combine`.
     """
-    call: Any = torch.ops.deep_ep.combine
-    if _is_plain(x):
-        call = _CombineWithGradient.apply
-        sums: Tensor = call(x, buffer.op_id, *handle)
+    if not _is_plain(x):
+        sums: Tensor = torch.ops.deep_ep.combine(x, handle, buffer.op_id)
+    elif torch.is_grad_enabled() and x.requires_grad:
+        apply: Any = _CombineWithGradient.apply
+        sums = apply(x, handle, buffer.op_id)
     else:
-        sums = call(x, handle, buffer.op_id)
+        sums = run_combine(x, handle, buffer.op_id)
     return sums
 
 
@@ -194,33 +198,33 @@ def _is_plain(*tensors: Tensor) -> bool:
 
 
 class _DispatchWithGradient(torch.autograd.Function):
-    """The operator `dispatch`, for eager calls."""
+    """The operator `dispatch`, for eager calls; hands over by a list what has no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, topk_weights: Tensor, inputs: tuple[Any, ...], others: list[Any]) -> Any:  # noqa: ARG004
         output = run_dispatch(*inputs)
         recv_x, recv_scales, recv_idx, recv_weights, counts, handle = output
-        ctx.mark_non_differentiable(recv_scales, recv_idx, counts, *handle)
+        others += recv_scales, recv_idx, counts, handle
         save_dispatch(ctx, inputs, output)
-        return recv_x, recv_scales, recv_idx, recv_weights, counts, *handle
+        return recv_x, recv_weights
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return dispatch_backward(ctx, *grads)
+    def backward(ctx: Any, grad_x: Tensor, grad_weights: Tensor) -> Any:
+        grads = dispatch_backward(ctx, grad_x, None, None, grad_weights)
+        return grads[0], grads[3], None, None
 
 
 class _CombineWithGradient(torch.autograd.Function):
-    """The operator `combine`, for eager calls; takes the items of the handle one by one, so that they can be saved."""
+    """The operator `combine`, for eager calls."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, buffer: int, *handle: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, handle: Sequence[Tensor], buffer: int) -> Tensor:
         save_combine(ctx, (x, handle, buffer), x)
-        return run_combine(x, list(handle), buffer)
+        return run_combine(x, handle, buffer)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        grad_x, grad_handle, _ = combine_backward(ctx, grad)
-        return grad_x, None, *grad_handle
+        return combine_backward(ctx, grad)[0], None, None
 
 
 COMMUNICATION_OPS = [
