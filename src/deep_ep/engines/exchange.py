@@ -51,6 +51,11 @@ DTYPES = (
     torch.int16,
     torch.int32,
     torch.int64,
+    torch.bool,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+    torch.float4_e2m1fn_x2,
 )
 """The dtypes that rows may have; ranks tell each other the index."""
 
