@@ -105,9 +105,14 @@ def _rival_calls(rank: Rank, case: Case) -> dict[str, Any]:
         return {}
     rival, inputs = TorchExchange(case.num_experts), case.inputs(rank.rank, rank.num_ranks).to(rank.device)
     rival.verify(*inputs)
-    rows, _, sent = rival.dispatch(*inputs)
+    rows, weights, sent = rival.dispatch(*inputs)
     y = _random_rows(rows)
-    return {"torch_dispatch_us": lambda: rival.dispatch(*inputs), "torch_combine_us": lambda: rival.combine(y, sent)}
+    # A low-latency combine is weighted, a normal one is not.
+    factors = weights if case.mode != "normal" else None
+    return {
+        "torch_dispatch_us": lambda: rival.dispatch(*inputs),
+        "torch_combine_us": lambda: rival.combine(y, sent, factors),
+    }
 
 
 def _random_rows(like: torch.Tensor) -> torch.Tensor:

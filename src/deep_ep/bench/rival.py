@@ -55,8 +55,10 @@ class TorchExchange:
         dist.all_to_all_single(recv_weights, weights, recv_splits, send_splits)
         return recv_x, recv_weights, Sent(token, order, send_splits, recv_splits, x.size(0))
 
-    def combine(self, y: Tensor, sent: Sent) -> Tensor:
-        """Return the sum of each token's rows `[num_tokens, hidden]`."""
+    def combine(self, y: Tensor, sent: Sent, weights: Tensor | None = None) -> Tensor:
+        """Return the sum of each token's rows `[num_tokens, hidden]`, weighted if dispatch's weights are given."""
+        if weights is not None:
+            y = y * weights.unsqueeze(1).to(y.dtype)
         back = y.new_empty(len(sent.token), y.size(1))
         dist.all_to_all_single(back, y, sent.send_splits, sent.recv_splits)
         return y.new_zeros(sent.num_tokens, y.size(1)).index_add_(0, sent.token, back)
