@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deep_ep import checks, env, tuned
+from deep_ep import checks, env, metrics, tuned
 from deep_ep.config import (
     BufferSizeHint,
     ClusterProfile,
@@ -195,6 +195,7 @@ class Buffer(LowLatencyCalls):
         self.latency = LatencyMonitor(self.rank, self.group_size, self._device, waited_ns)
         self.op_id = next(_OP_IDS)
         _LIVE[self.op_id] = self
+        metrics.serve_if_asked(self)
         self._start_up(rendezvous, timeout_s, shapes, preinitialize=preinitialize, num_hosts=self.topology.num_hosts)
 
     def _tuned(self, kind: type[T], rendezvous: Rendezvous) -> T:

@@ -19,6 +19,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("deep_ep.check.command:command", "Tell whether this machine is right, and what to do if not."),
     "bench": ("deep_ep.bench.command:command", "Verify exchanges, then time them beside torch.distributed."),
     "tune": ("deep_ep.tune.command:command", "Search for the fastest launch parameters of this device."),
+    "monitor": (
+        "deep_ep.monitor.command:command",
+        "Show the ranks of this host live, or serve their metrics.",
+    ),
     "trace": (
         "deep_ep.trace.command:command",
         "Record a layer of experts on all ranks; draw what overlaps and what waits.",

@@ -112,6 +112,14 @@ GLOO_SOCKET_IFNAME = EnvVar(
     "The interface that CPU ranks of different hosts exchange over; Gloo reads it.",
 )
 
+METRICS = EnvVar(
+    "DEEP_EP_METRICS",
+    _switch,
+    False,
+    "0 or 1",
+    "1 makes every buffer serve its metrics on a free port of 127.0.0.1, where deep-ep monitor finds them.",
+)
+
 DISABLE_SM90_FEATURES = EnvVar(
     "DISABLE_SM90_FEATURES",
     _switch,
@@ -150,6 +158,7 @@ ALL_VARIABLES: tuple[EnvVar[Any], ...] = (
     NODE_ID,
     RDMA_BUFFER_SIZE,
     GLOO_SOCKET_IFNAME,
+    METRICS,
     DISABLE_SM90_FEATURES,
     DISABLE_AGGRESSIVE_PTX_INSTRS,
     CACHE_DIR,

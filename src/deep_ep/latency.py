@@ -162,7 +162,7 @@ class LatencyMonitor:
         if not timer.under_way or not timer.events_lock.acquire(blocking=False):
             return
         try:
-            with _apart_from_captures():
+            with apart_from_captures():
                 while timer.under_way and timer.under_way[0][1].query():
                     begin, end = timer.under_way.popleft()
                     took_ns = int(begin.elapsed_time(end) * 1e6)
@@ -348,7 +348,7 @@ def _is_capturing() -> bool:
 
 
 @contextmanager
-def _apart_from_captures() -> Iterator[None]:
+def apart_from_captures() -> Iterator[None]:
     """Look at events in a way that does not spoil the capture of a CUDA graph, which another thread may be at."""
     from cuda.bindings import runtime
 

@@ -36,6 +36,7 @@ class LowLatencyCalls(WarmupCalls):
     _streams: Streams
     _device: torch.device
     _combine_buffer: Tensor | None = None
+    count_expert_rows: Callable[[int, int], Tensor | None] | None = None
 
     def low_latency_dispatch(
         self,
@@ -98,8 +99,8 @@ class LowLatencyCalls(WarmupCalls):
             num_max_tokens_per_rank=limit,
             num_experts=num_experts,
             row_format=row_format(use_fp8, round_scale, use_ue8m0),
-            recv_stats=checks.check_stats(
-                "cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, torch.int32, device
+            recv_stats=self._recv_stats(
+                cumulative_local_expert_recv_stats, num_experts, x.size(1) * (1 if use_fp8 else 2)
             ),
             wait_stats=self._wait_stats(
                 "dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, "low_latency_dispatch", return_recv_hook
@@ -257,6 +258,12 @@ class LowLatencyCalls(WarmupCalls):
         pending = run(f"{operation}_send", call)
         finish, recv = pending.finish, f"{operation}_recv"
         return pending.result, EventOverlap(None), self._streams.bind(lambda: run(recv, finish))
+
+    def _recv_stats(self, given: Tensor | None, num_experts: int, row_bytes: int) -> Tensor | None:
+        """Return where a dispatch counts the rows of experts: what the program gave, or what metrics keep."""
+        if given is None:
+            return None if self.count_expert_rows is None else self.count_expert_rows(num_experts, row_bytes)
+        return checks.check_stats("cumulative_local_expert_recv_stats", given, torch.int32, self._device)
 
     def _wait_stats(self, name: str, given: Tensor | None, operation: str, has_hook: bool) -> Tensor | None:
         """Return where a call counts its waits: what the program gave, or now and then what the monitor keeps."""

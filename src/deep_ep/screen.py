@@ -12,10 +12,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+
+Cells = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""Columns and rows of a table."""
 
 _STYLES = {
     "ok": "green",
@@ -38,16 +42,19 @@ class Screen:
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
         """Print a table; a column whose name ends with `>` has its cells at the right."""
-        table = Table(box=SIMPLE_HEAD, show_edge=False, title=title or None, title_justify="left", pad_edge=False)
-        for column in columns:
-            is_number = column.endswith(">")
-            table.add_column(column.removesuffix(">"), justify="right" if is_number else "left", no_wrap=is_number)
-        for row in rows:
-            table.add_row(*(_styled(cell) for cell in row))
         # A table must fit; soft wrap, which is right for lines, would let its rows run over the edge.
-        with self._out.capture() as text:
-            self._out.print(table, soft_wrap=False)
-        self._out.file.write("\n".join(line.rstrip() for line in text.get().splitlines()) + "\n\n")
+        self._out.print(_table(columns, rows, title), soft_wrap=False)
+
+    @contextmanager
+    def live(self) -> Iterator[Callable[[Sequence[Cells], str], None]]:
+        """Show tables in place of those before; what it yields is given columns and rows, and a note below them."""
+        with Live(console=self._out, auto_refresh=False, vertical_overflow="crop") as shown:
+
+            def update(tables: Sequence[Cells], note: str) -> None:
+                parts = [_table(columns, rows) for columns, rows in tables]
+                shown.update(Group(*parts, Text(note, style="dim")), refresh=True)
+
+            yield update
 
     def line(self, *words: str) -> None:
         """Print a line of words, each styled by what it says."""
@@ -76,6 +83,16 @@ class Screen:
         with Progress(*columns, console=self._err, transient=True, disable=not self._err.is_terminal) as bar:
             task = bar.add_task(description, total=num_steps)
             yield lambda: bar.advance(task)
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> Table:
+    table = Table(box=SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False)
+    for column in columns:
+        is_number = column.endswith(">")
+        table.add_column(column.removesuffix(">"), justify="right" if is_number else "left", no_wrap=is_number)
+    for row in rows:
+        table.add_row(*(_styled(cell) for cell in row))
+    return table
 
 
 def _styled(word: str) -> Text:
