@@ -174,7 +174,7 @@ class Device:
 
         monkeypatch.setattr(latency, "_new_event", Event)
         monkeypatch.setattr(latency, "_is_capturing", lambda: self.is_capturing)
-        monkeypatch.setattr(latency, "_apart_from_captures", contextlib.nullcontext)
+        monkeypatch.setattr(latency, "apart_from_captures", contextlib.nullcontext)
 
     def work_us(self, us):
         self.now_ms += us / 1000
