@@ -75,7 +75,9 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], help="what ranks run on (default: GPUs if there are any)")
     parser.add_argument("--hidden", type=int, help="size of a token's row (default: 1024 on CPU ranks, 7168 on GPUs)")
     parser.add_argument("--num-iterations", type=int, default=20, help="how often a call is timed (default: 20)")
-    parser.add_argument("--timeout-s", type=float, default=540, help="limit for all of it (default: 540)")
+    parser.add_argument(
+        "--timeout-s", type=float, default=540, help="limit for ranks that the program starts (default: 540)"
+    )
 
 
 def main(
@@ -92,6 +94,10 @@ def main(
             args.hidden = 7168 if args.device == "cuda" else 1024
         place = find_place()
         if place is not None:
+            if args.num_processes not in (None, place.num_ranks):
+                raise ConfigError(
+                    f"--num-processes is {args.num_processes}, but the launcher started {place.num_ranks} ranks"
+                )
             with joined(place, args.device) as rank:
                 rank.report = functools.partial(print, flush=True)
                 num_failed = _run(rank, function, args)

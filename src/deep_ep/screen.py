@@ -80,7 +80,9 @@ class Screen:
             ...         advance()
         """
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=self._err, transient=True, disable=not self._err.is_terminal) as bar:
+        is_hidden = not self._err.is_terminal
+        # Seldom, as the ranks that are timed need the cores.
+        with Progress(*columns, console=self._err, transient=True, disable=is_hidden, refresh_per_second=2) as bar:
             task = bar.add_task(description, total=num_steps)
             yield lambda: bar.advance(task)
 

@@ -49,7 +49,7 @@ def test_a_table_with_overlap_and_low_latency():
     assert result.exit_code == 0, result.output
     for word in ("dispatch", "combine", "pair", "zipf", "8 x 64, top-2 of 8, fp8", "torch us", "Overlap of custom: "):
         assert word in result.stdout
-    assert "custom: 4 claims verified, then timed." in result.stderr
+    assert "custom, 8 tokens: 4 claims verified, then timed." in result.stderr
 
 
 def test_named_cases_are_listed():

@@ -68,7 +68,11 @@ def _list_cases(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 @click.option("--plot", type=click.Path(dir_okay=False, writable=True), help="Draw latency and bandwidth to this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each case.")
 @click.option(
-    "--timeout-s", type=click.FloatRange(min=1), default=1800.0, show_default=True, help="Limit for all of it."
+    "--timeout-s",
+    type=click.FloatRange(min=1),
+    default=1800.0,
+    show_default=True,
+    help="Time limit of ranks that it starts.",
 )
 def command(
     names: tuple[str, ...], routing: str, num_ranks: int | None, device: str | None, plot: str | None, **options: Any
@@ -174,7 +178,9 @@ def run_cases(rank: Rank, cases: list[Case], num_iterations: int, has_overlap: b
 def _collect(screen: Screen, records: list[Record], advance: Callable[[], None]) -> Callable[[Record], None]:
     def collect(record: Record) -> None:
         records.append(record)
-        screen.note(f"{record['name']}: {record['num_claims']} claims verified, then timed.")
+        screen.note(
+            f"{record['name']}, {record['num_tokens']} tokens: {record['num_claims']} claims verified, then timed."
+        )
         advance()
 
     return collect
@@ -225,5 +231,5 @@ def _us(us: float) -> str:
 
 def _title(records: list[Record], told: dict[str, Any]) -> str:
     kind = "GPU" if records[0]["device"] == "cuda" else "CPU"
-    version = told["deep_ep"] or ""
-    return f"deep_ep {version}, {records[0]['num_ranks']} {kind} ranks on {told['machine']}, torch {told['torch']}"
+    version = f" {told['deep_ep']}" if told["deep_ep"] else ""
+    return f"deep_ep{version}, {records[0]['num_ranks']} {kind} ranks on {told['machine']}, torch {told['torch']}"

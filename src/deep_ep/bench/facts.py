@@ -97,7 +97,7 @@ class Machine:
 
 
 def look() -> Machine:
-    """Look at this machine. Starts no CUDA context."""
+    """Look at this machine."""
     driver, num_gpus_of_driver, links, exclusive = None, 0, {}, {}
     with _nvml() as nvml:
         if nvml is not None:

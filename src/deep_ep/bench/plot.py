@@ -45,7 +45,7 @@ def draw(records: list[Record], title: str, path: str) -> None:
     for axes, what in ((latency, "latency, us"), (bandwidth, "bandwidth, GB/s")):
         axes.set(xlabel="bytes that the busiest rank sends", ylabel=what, xscale="log", yscale="log")
         axes.xaxis.set_major_formatter(_format_bytes)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
         axes.grid(visible=True, which="both", alpha=0.2)
     latency.legend(fontsize="small")
     figure.suptitle(title)
