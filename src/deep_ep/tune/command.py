@@ -15,7 +15,8 @@ from deep_ep.bench.case import CASES, Case
 from deep_ep.bench.ranks import Rank, choose_device, run_ranks
 from deep_ep.errors import ConfigError
 from deep_ep.screen import Screen
-from deep_ep.tune.search import SPACES, Outcome, Trial, kind_of, search
+from deep_ep.tune.search import SPACES, Outcome, Trial, enough_sms, kind_of, search, sweep_sms
+from deep_ep.tuning import GpuTuning
 
 DEFAULT_CASES = {"cpu": ("tiny", "medium", "chat"), "cuda": ("train", "mixtral", "decode", "decode-8")}
 _MIN_LIMIT_S = 120.0
@@ -98,7 +99,10 @@ def tune_on_rank(rank: Rank, cases: Sequence[Case], device: str, num_iterations:
     outcomes = []
     for kind in dict.fromkeys(kind_of(case, device) for case in cases):
         chosen = [case for case in cases if kind_of(case, device) is kind]
-        outcomes.append(search(rank, kind(), SPACES[kind], chosen, num_iterations, budget_s))
+        outcome = search(rank, kind(), SPACES[kind], chosen, num_iterations, budget_s)
+        if kind is GpuTuning:
+            outcome.sms = sweep_sms(rank, outcome.tuning, chosen, num_iterations)
+        outcomes.append(outcome)
     return outcomes
 
 
@@ -115,6 +119,7 @@ def make_entry(outcome: Outcome, cases: Sequence[Case], num_ranks: int) -> dict[
         "tuned_us": [round(us, 1) for us in outcome.tuned_us],
         "num_trials": len(outcome.trials),
         "is_complete": outcome.is_complete,
+        "us_by_num_sms": outcome.sms,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         **facts.versions(),
     }
@@ -140,5 +145,9 @@ def _show(screen: Screen, outcome: Outcome, cases: Sequence[Case]) -> None:
         for case, default_us, tuned_us in zip(cases, outcome.default_us, outcome.tuned_us, strict=True)
     ]
     screen.table(["case", "shape", "default us>", "tuned us>", "gain>"], rows)
+    if outcome.sms:
+        num_sms = enough_sms(outcome.sms, outcome.noise)
+        times = ", ".join(f"{count} SMs {us:,.1f} us" for count, us in outcome.sms.items())
+        screen.line(f"{times}: Buffer.set_num_sms({num_sms}) is enough, and leaves the others to the model.")
     if not outcome.is_complete:
         screen.note("Time was up before all candidates were tried; --budget-s gives more.")

@@ -28,6 +28,7 @@ from deep_ep import tuned
 from deep_ep.bench import oracle
 from deep_ep.bench.case import Case
 from deep_ep.bench.clock import time_calls, time_graphs
+from deep_ep.bench.measure import time_sms
 from deep_ep.bench.oracle import LowLatencyCalls, NormalCalls
 from deep_ep.bench.ranks import Rank
 from deep_ep.buffer import Buffer
@@ -53,6 +54,10 @@ SPACES: dict[type[Any], Space] = {
     LowLatencyTuning: {"programs_per_sm": (2, 4), "num_warps": (8, 2), "wire_bits": (32,)},
 }
 """What is tried of each kind of tuning, besides its defaults."""
+
+
+SMS = (8, 12, 16, 20, 24, 32)
+"""Numbers of SMs that are timed: how many a program gives is its own choice, so this is told and not set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +89,8 @@ class Outcome:
         tuned_us: And with the best.
         trials: All candidates.
         is_complete: Whether all rounds were made before time was up.
+        sms: On GPUs in normal mode: the geometric mean over the cases of the time in us of a dispatch and a combine,
+            with the best, by number of SMs.
     """
 
     tuning: Any
@@ -93,6 +100,7 @@ class Outcome:
     tuned_us: list[float] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
     is_complete: bool = True
+    sms: dict[int, float] = field(default_factory=dict)
 
 
 def kind_of(case: Case, device: str) -> type[Any]:
@@ -142,6 +150,30 @@ def search(
     pairs = times if outcome.tuning == best else [(default_us, default_us) for _, default_us in times]
     outcome.tuned_us, outcome.default_us = [t for t, _ in pairs], [d for _, d in pairs]
     return outcome
+
+
+def sweep_sms(rank: Rank, tuning: Any, cases: Sequence[Case], num_iterations: int) -> dict[int, float]:
+    """Return how long a dispatch and a combine take under a tuning, by number of SMs; the mean over the cases."""
+    with tuned.trying(tuning):
+        buffer = oracle.make_buffer(rank, *cases)
+    times: dict[int, float] = {}
+    for num_sms in SMS:
+        swept = [time_sms(rank, buffer, case, num_sms, num_iterations) for case in cases]
+        logs = [math.log(line["dispatch_us"] + line["combine_us"]) for line in swept]
+        times[num_sms] = round(math.exp(sum(logs) / len(logs)), 1)
+    buffer.destroy()
+    return times
+
+
+def enough_sms(sms: Mapping[int, float], noise: float) -> int:
+    """Return the least number of SMs that is as fast as any, but for noise.
+
+    Example:
+        >>> enough_sms({8: 130.0, 12: 102.0, 16: 100.0, 24: 101.0}, 0.03)
+        12
+    """
+    fastest = min(sms.values())
+    return min(num_sms for num_sms, us in sms.items() if us <= fastest * (1 + noise))
 
 
 def _try(rank: Rank, candidate: Any, best: Any, cases: Sequence[Case], num_iterations: int, noise: float) -> Trial:
