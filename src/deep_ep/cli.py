@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "deep_ep.trace.command:command",
         "Record a layer of experts on all ranks; draw what overlaps and what waits.",
     ),
+    "warm": ("deep_ep.warm:command", "Compile kernels ahead of time, with no GPU."),
 }
 """Of each command the module and the name in it, like `deep_ep.check:command`, and what it does."""
 

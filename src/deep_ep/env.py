@@ -144,6 +144,14 @@ CACHE_DIR = EnvVar(
     "Where compiled kernels and the shapes of calls are kept; ranks and jobs may share it.",
 )
 
+TORCH_CUDA_ARCH_LIST = EnvVar(
+    "TORCH_CUDA_ARCH_LIST",
+    str,
+    "",
+    "compute capabilities such as 9.0;10.0",
+    "What `deep-ep warm` and the build compile kernels for, where they are not told.",
+)
+
 NVSHMEM_DIR = EnvVar(
     "NVSHMEM_DIR",
     str,
@@ -162,6 +170,7 @@ ALL_VARIABLES: tuple[EnvVar[Any], ...] = (
     DISABLE_SM90_FEATURES,
     DISABLE_AGGRESSIVE_PTX_INSTRS,
     CACHE_DIR,
+    TORCH_CUDA_ARCH_LIST,
     NVSHMEM_DIR,
 )
 

@@ -42,6 +42,7 @@ from deep_ep.engines.gpu import GpuEngine
 from deep_ep.engines.gpu_kernels import load_kernels
 from deep_ep.engines.gpu_low_latency import GpuLowLatencyEngine
 from deep_ep.engines.network import NetworkEngine
+from deep_ep.engines.network_low_latency import NetworkLowLatencyEngine
 from deep_ep.errors import ConfigError, MismatchError, PeerTimeoutError
 from deep_ep.latency import LatencyMonitor
 from deep_ep.memory.control import Control
@@ -303,7 +304,7 @@ class WarmupCalls:
         """Do what all ranks do together."""
         for shape in shapes:
             engine = self._low_latency if shape.is_low_latency else self._engine
-            if not isinstance(engine, NetworkEngine):  # which gets its memory in the exchanges below
+            if not isinstance(engine, NetworkEngine | NetworkLowLatencyEngine):  # they grow in the exchanges below
                 with phase("handshake"):
                     engine.reserve(shape)
             with phase("touch"):

@@ -21,7 +21,7 @@ class Kernels:
 
     Attributes:
         layout, dispatch, combine, low_latency_dispatch, low_latency_combine: The modules.
-        launch, prepare, find: The functions of `deep_ep.kernels.launch`.
+        launch, prepare, find, name_of: The functions of `deep_ep.kernels.launch`.
     """
 
     def __init__(self) -> None:
@@ -41,6 +41,7 @@ class Kernels:
         self.launch: Callable[..., None] = launch.launch
         self.prepare: Callable[..., Any] = launch.prepare
         self.find: Callable[..., Any] = launch.find
+        self.name_of: Callable[[Any], str] = launch.name_of
         self._types: dict[torch.dtype, Any] = {
             torch.int64: tl.int64,
             torch.int32: tl.int32,
