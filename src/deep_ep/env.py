@@ -180,6 +180,7 @@ def variables_set(*prefixes: str) -> dict[str, str]:
     return {name: text for name, text in sorted(os.environ.items()) if name.startswith(prefixes)}
 
 
-def put(variables: dict[str, str]) -> None:
-    """Set variables of this process; for tools that run ranks of their own."""
+def replace_all(variables: dict[str, str]) -> None:
+    """Give this process these variables and no others; for tools that run ranks of their own."""
+    os.environ.clear()
     os.environ.update(variables)

@@ -43,7 +43,9 @@ class Screen:
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
         """Print a table; a column whose name ends with `>` has its cells at the right."""
         # A table must fit; soft wrap, which is right for lines, would let its rows run over the edge.
-        self._out.print(_table(columns, rows, title), soft_wrap=False)
+        with self._out.capture() as text:
+            self._out.print(_table(columns, rows, title), soft_wrap=False)
+        self._out.file.write("\n".join(line.rstrip() for line in text.get().splitlines()) + "\n\n")
 
     @contextmanager
     def live(self) -> Iterator[Callable[[Sequence[Cells], str], None]]:
@@ -88,7 +90,7 @@ class Screen:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> Table:
-    table = Table(box=SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, show_edge=False, title=title or None, title_justify="left", pad_edge=False)
     for column in columns:
         is_number = column.endswith(">")
         table.add_column(column.removesuffix(">"), justify="right" if is_number else "left", no_wrap=is_number)

@@ -26,6 +26,17 @@ def test_results_come_in_order_and_reports_on_the_way():
     assert sorted(reports) == ["hello 0", "hello 1", "hello 2"]
 
 
+def read_variable(_):
+    return os.environ.get("A_WORD")
+
+
+def test_ranks_have_the_variables_of_now(monkeypatch):
+    monkeypatch.setenv("A_WORD", "now")
+    assert run_ranks(1, read_variable) == ["now"]
+    monkeypatch.delenv("A_WORD")
+    assert run_ranks(1, read_variable) == [None]
+
+
 def fail(rank, how):
     if rank.rank == 1:
         if how == "error":

@@ -127,13 +127,24 @@ def run_ranks(
         raise ConfigError(f"the number of ranks must be at least 1, got {num_ranks}")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
+    # The server has the variables of the time when it started.
+    given = env.variables_set("")
     with tempfile.TemporaryDirectory(prefix="deep-ep-") as folder:
         processes, channels = [], []
         for rank in range(num_ranks):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
                 target=_serve,
-                args=(rank, num_ranks, device, folder, theirs, variables(rank) if variables else {}, function, args),
+                args=(
+                    rank,
+                    num_ranks,
+                    device,
+                    folder,
+                    theirs,
+                    given | (variables(rank) if variables else {}),
+                    function,
+                    args,
+                ),
                 daemon=True,
             )
             process.start()
@@ -186,7 +197,7 @@ def _serve(
     args: tuple[Any, ...],
 ) -> None:
     """Run the function as a rank, and send what it returns or raises."""
-    env.put(variables)
+    env.replace_all(variables)
     try:
         place = Place(rank, num_ranks, rank, num_ranks, f"file://{Path(folder) / 'store'}")
         with joined(place, device) as where:
