@@ -8,9 +8,13 @@ import click
 
 from deep_ep import env, tuned
 from deep_ep.bench import facts
+from deep_ep.bench.ranks import choose_device
+from deep_ep.check import first_call as first_calls
 from deep_ep.check.exchange import Outcome, paths, try_path
 from deep_ep.check.findings import Finding, Status, judge
 from deep_ep.errors import ConfigError
+from deep_ep.extras import require
+from deep_ep.phases import PHASES
 from deep_ep.screen import Screen
 
 _EPILOG = """\b
@@ -35,13 +39,20 @@ When something is wrong:
 @click.option(
     "--timeout-s", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Time limit of each exchange."
 )
+@click.option("--first-call", is_flag=True, help="Measure what the first call costs, with and without warming.")
+@click.option("--plot", type=click.Path(dir_okay=False), help="With --first-call, draw the result to this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print lines of JSON.")
-def command(num_ranks: int, timeout_s: float, as_json: bool) -> None:
+def command(num_ranks: int, timeout_s: float, first_call: bool, plot: str | None, as_json: bool) -> None:
     """Tell whether this machine is right for deep_ep, and what to do if it is not.
 
     Exit code 1 if there is a problem; warnings are no problem.
     """
     screen = Screen()
+    if plot and not first_call:
+        raise ConfigError("--plot draws what --first-call measures, and that was not asked for")
+    if first_call:
+        _show_first_calls(screen, num_ranks or 2, plot, as_json=as_json)
+        return
     machine = facts.look()
     findings = judge(machine)
     _show_findings(screen, findings, as_json=as_json)
@@ -129,3 +140,34 @@ def _show_outcomes(screen: Screen, outcomes: list[Outcome], *, as_json: bool) ->
                 screen.line(f"  {line}")
         else:
             screen.line(word, Status.PROBLEM, outcome.error)
+
+
+def _show_first_calls(screen: Screen, num_ranks: int, plot: str | None, *, as_json: bool) -> None:
+    """Measure each mode with a plain and with a preinitialized buffer."""
+    if plot:
+        require("plot")
+    device = choose_device(None)
+    shapes = first_calls.GPU_SHAPES if device == "cuda" else first_calls.CPU_SHAPES
+    results = []
+    with screen.progress("first calls", 2 * len(shapes)) as advance:
+        for shape in shapes:
+            for preinitialize in (False, True):
+                results.append(first_calls.measure(shape, num_ranks, device, preinitialize=preinitialize))
+                advance()
+    if as_json:
+        for result in results:
+            ratio = {"first_us": result.first_us, "median_us": result.median_us, "ratio": result.ratio}
+            screen.record({"kind": "first_call", "num_ranks": num_ranks, "device": device, **asdict(result), **ratio})
+    else:
+        rows = []
+        for result in results:
+            total_ms = sum(result.phases_ms.values()) or 1.0
+            phases = [f"{ms:.1f} ({100 * ms / total_ms:.0f} %)" for ms in result.phases_ms.values()]
+            rows.append([first_calls.label(result), f"{result.construct_ms:.1f}", *phases])
+        phase_columns = [f"{name}>" for name in PHASES]
+        title = f"Constructor, ms, {_count(num_ranks, 'rank')} on {device}, most of any rank"
+        screen.table(["buffer", "wall>", *phase_columns], rows, title)
+        calls = [[first_calls.label(r), f"{r.first_us:.0f}", f"{r.median_us:.0f}", f"{r.ratio:.2f}"] for r in results]
+        screen.table(["buffer", "first>", "median>", "ratio>"], calls, "Dispatch and combine, us, slowest rank")
+    if plot:
+        first_calls.draw(results, plot)
