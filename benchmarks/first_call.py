@@ -4,10 +4,10 @@
     bash tests/gpu/with_mps.sh python benchmarks/first_call.py --device cuda --processes 20 --json ...
 
 Each start is a new set of processes. A pair is a dispatch and a combine; ranks begin it together, the slowest counts,
-and the first one is verified. The cache of kernels is a new folder: the first start of each mode, `cold`, compiles into it,
-and all others find it warm. `background` measures `warmup_async`: how long the call takes, the longest time for which
-the main thread, which does nothing but look at the clock, did not run meanwhile, and the same without a warm-up.
-`no_compile` forbids compiling and makes the calls. `host` is what timing costs a call.
+and the first one is verified. The cache of kernels is a new folder: the first start of each mode, `cold`, compiles into
+it, and all others find it warm. `background` measures `warmup_async`: how long the call takes, the longest time for
+which the main thread, which does nothing but look at the clock, did not run meanwhile, and the same without a warm-up.
+`no_compile` forbids compiling and makes the calls. `latency_host_us` is what timing costs a call.
 """
 
 import argparse
@@ -147,7 +147,7 @@ def main():
             check=False,
         ).stdout.strip(),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "latency_host_us": measure_host() if args.device == "cpu" else None,
+        "latency_host_us": measure_host(),
         "modes": {},
     }
     begin = time.perf_counter()
