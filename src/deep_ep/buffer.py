@@ -72,7 +72,8 @@ class Buffer(LowLatencyCalls):
             peer is.
         allow_mnnvl: Likewise.
         explicitly_destroy: If true, the program promises to call `destroy`; a warning is logged if it does not.
-        enable_shrink: Whether ranks may be masked out.
+        enable_shrink: Whether ranks may be masked: see `mask` and `low_latency_update_mask_buffer`. Low-latency calls
+            then mask a rank that does not come in time, and go on without it.
         comm: An mpi4py communicator, for programs without `torch.distributed`; used if `group` is None.
         timeout_s: Seconds a call waits for a peer before it raises `PeerTimeoutError`. None takes DEEP_EP_TIMEOUT_S,
             or the profile's.
@@ -137,8 +138,6 @@ class Buffer(LowLatencyCalls):
         self._low_latency = None
         checks.check_at_least("num_nvl_bytes", num_nvl_bytes, 0)
         checks.check_at_least("num_rdma_bytes", num_rdma_bytes, 0)
-        if enable_shrink:
-            raise UnsupportedError("enable_shrink=True is not in this version of deep_ep: ranks cannot be masked yet")
         if timeout_s is not None and not timeout_s > 0:
             raise ConfigError(f"timeout_s must be a positive number of seconds, got {timeout_s}")
         rendezvous = Rendezvous(group, comm)
@@ -156,13 +155,19 @@ class Buffer(LowLatencyCalls):
             raise UnsupportedError(
                 f"this group spans {self.topology.num_hosts} hosts, over which this version carries CPU ranks only"
             )
+        if enable_shrink and (self.topology.num_hosts > 1 or self._device.type != "cpu"):
+            raise UnsupportedError(
+                f"enable_shrink=True masks CPU ranks of one host, this group is of {self.topology.num_hosts} host(s) "
+                f"with tensors on {self._device}",
+                hint="leave enable_shrink out; a rank that is lost is then named by PeerTimeoutError",
+            )
         waited_ns: list[int] | None = None
         if self._device.type == "cpu":
             cpu_engine: CpuEngine | NetworkEngine
             if self.topology.num_hosts > 1:
                 cpu_engine = self._connect_hosts(rendezvous, timeout_s)
             else:
-                cpu_engine = CpuEngine(rendezvous, int(num_nvl_bytes), timeout_s)
+                cpu_engine = CpuEngine(rendezvous, int(num_nvl_bytes), timeout_s, can_mask=enable_shrink)
             self._engine, self._streams = cpu_engine, CpuStreams()
             waited_ns = cpu_engine.exchanger.control.waited_ns
             if low_latency_mode:
@@ -253,6 +258,53 @@ class Buffer(LowLatencyCalls):
                 "rank %d: a buffer made with explicitly_destroy=True was dropped without destroy()", self.rank
             )
         self.destroy()
+
+    # Ranks that are gone
+
+    def mask(self, rank: int) -> None:
+        """Go on without a rank, in normal and in low-latency mode; all other ranks call this between the same calls.
+
+        A masked rank is sent nothing, and nothing is expected of it: its tokens are missing from a dispatch, and what
+        its experts would have made from a combine. In calls that use a handle from before, its rows are zeros.
+
+        With `enable_shrink=True`, a normal call that a rank does not come to raises `PeerTimeoutError` on all other
+        ranks, which may then call this for each of the missing ranks and repeat the call. A rank that comes late finds
+        a `MaskedError`.
+
+        Args:
+            rank: The rank to mask.
+
+        Raises:
+            ConfigError: If there is no such rank, it is this one, or the buffer was made with `enable_shrink=False`.
+            UnsupportedError: On GPUs, where normal calls need every rank.
+        """
+        self._masking(rank).mask(self._other_rank(rank), is_masked=True)
+
+    def unmask(self, rank: int) -> None:
+        """Take a masked rank in again; all ranks, that one too, call this between the same calls of the others.
+
+        It must have been masked by then: a rank that finds a `MaskedError` knows that it has.
+        Handles from the time without it must not be used any more.
+
+        Args:
+            rank: The rank, which may be this one.
+
+        Raises:
+            ConfigError: If there is no such rank, or the buffer was made with `enable_shrink=False`.
+            PeerTimeoutError: If it is this rank, and the others do not take it in within the time limit.
+            UnsupportedError: As in `mask`.
+        """
+        self._masking(rank).mask(rank, is_masked=False)
+
+    def _masking(self, rank: int) -> CpuEngine:
+        engine = self._running()
+        self._check_maskable(rank)
+        if not isinstance(engine, CpuEngine):
+            raise UnsupportedError(
+                "normal calls on GPUs need every rank of the group",
+                hint="make a Buffer of the remaining ranks; low_latency_update_mask_buffer masks low-latency calls",
+            )
+        return engine
 
     # Settings and helpers
 

@@ -52,5 +52,9 @@ class PeerTimeoutError(DeepEPError, TimeoutError):
         self.missing_ranks = missing_ranks
 
 
+class MaskedError(DeepEPError, RuntimeError):
+    """The other ranks have masked this one, and go on without it."""
+
+
 class DestroyedError(DeepEPError, RuntimeError):
     """A buffer was used after ``destroy`` or after a call on it had timed out."""

@@ -13,6 +13,7 @@ from deep_ep.engines.base import (
     LowLatencyCombineRequest,
     LowLatencyDispatchRequest,
     LowLatencyEngine,
+    Masking,
     Pending,
     RowFormat,
 )
@@ -29,9 +30,11 @@ Hook = Callable[[], None]
 class LowLatencyCalls(WarmupCalls):
     """The low-latency calls of a buffer that was made with `low_latency_mode=True`."""
 
+    rank: int
     group_size: int
     low_latency_mode: bool
     latency: LatencyMonitor
+    enable_shrink: bool
     _low_latency: LowLatencyEngine | None
     _streams: Streams
     _device: torch.device
@@ -230,6 +233,75 @@ class LowLatencyCalls(WarmupCalls):
         checks.check_at_least("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
         checks.check_at_least("hidden", hidden, 1)
         checks.check_at_least("num_experts", num_experts, 1)
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Mask a rank, or take it in again. The buffer must have been made with `enable_shrink=True`.
+
+        Calls send nothing to a masked rank and take nothing from it: it counts no rows in a dispatch, and a combine
+        leaves out the top-k slots that name its experts. A rank that does not come to a call within the time limit is
+        masked by the call itself, which goes on without it; `low_latency_query_mask_buffer` shows that.
+
+        All ranks make this call between the same two others; to take a rank in, that rank too. Handles of dispatches
+        from before must not be used after a rank has been taken in.
+
+        Args:
+            rank_to_mask: The rank.
+            mask: True to mask it, False to take it in.
+
+        Raises:
+            ConfigError: If there is no such rank, this rank is to mask itself, or the buffer was made with
+                `enable_shrink=False`.
+            PeerTimeoutError: If this rank is to be taken in, and the others do not do so within the time limit.
+        """
+        self._low_latency_running()
+        self._check_maskable(rank_to_mask)
+        engine = self._low_latency_masking()
+        engine.mask(self._other_rank(rank_to_mask) if mask else rank_to_mask, is_masked=bool(mask))
+
+    def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
+        """Write to a tensor which ranks are masked.
+
+        Args:
+            mask_status: `[num_ranks]` int32; 1 is written for each masked rank, 0 for the others.
+
+        Raises:
+            ConfigError: If it is another kind of tensor, or the buffer was made with `enable_shrink=False`.
+        """
+        self._low_latency_running()
+        self._check_maskable(0)
+        engine = self._low_latency_masking()
+        status = checks.check_stats("mask_status", mask_status, torch.int32, self._device, self.group_size)
+        if status is None:
+            raise ConfigError("mask_status must be a tensor, got None")
+        engine.write_masked(status)
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Take all masked ranks in again; all ranks make this call between the same two others.
+
+        Raises:
+            ConfigError: If the buffer was made with `enable_shrink=False`.
+            PeerTimeoutError: If this rank is masked, and the others do not take it in within the time limit.
+        """
+        self._low_latency_running()
+        self._check_maskable(0)
+        engine = self._low_latency_masking()
+        engine.unmask_all()
+
+    def _low_latency_masking(self) -> Masking:
+        engine = self._low_latency_running()
+        assert isinstance(engine, Masking), "the constructor has looked"
+        return engine
+
+    def _check_maskable(self, rank: int) -> None:
+        if not self.enable_shrink:
+            raise ConfigError("masking ranks needs a buffer made with enable_shrink=True, this one was made with False")
+        if not 0 <= rank < self.group_size:
+            raise ConfigError(f"rank must be from 0 to {self.group_size - 1}, got {rank}")
+
+    def _other_rank(self, rank: int) -> int:
+        if rank == self.rank:
+            raise ConfigError(f"a rank must not mask itself, got {rank}", hint="mask it on all other ranks")
+        return rank
 
     def _low_latency_running(self) -> LowLatencyEngine:
         if self._low_latency is not None:

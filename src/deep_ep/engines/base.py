@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -289,6 +289,20 @@ class Pending(Generic[R]):
 
     result: R
     finish: Callable[[], None]
+
+
+@runtime_checkable
+class Masking(Protocol):
+    """An engine whose ranks may be masked."""
+
+    def mask(self, rank: int, *, is_masked: bool) -> None:
+        """Mask a rank, or take it in again."""
+
+    def unmask_all(self) -> None:
+        """Take all ranks in again."""
+
+    def write_masked(self, mask_status: Tensor) -> None:
+        """Write 1 for each masked rank and 0 for the others to `[R]` int32."""
 
 
 class LowLatencyEngine(Protocol):

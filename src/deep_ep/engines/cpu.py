@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from deep_ep.config import buffer_size_hint
 from deep_ep.engines import few, rows
 from deep_ep.engines.base import CachedDispatchRequest, CombineRequest, DispatchRequest, DispatchResult, Handle, Layout
-from deep_ep.engines.exchange import CALLS, DTYPES, Exchange, Exchanger, Header, check_worst_tokens
+from deep_ep.engines.exchange import CALLS, DTYPES, Exchange, Exchanger, Header, L, check_worst_tokens
 from deep_ep.engines.routing import (
     Channels,
     Tokens,
@@ -44,15 +45,16 @@ class CpuEngine:
         rendezvous: The ranks.
         num_bytes: Bytes of shared memory to begin with; a call that needs more makes all ranks map more.
         timeout_s: How long a call waits for a peer.
+        can_mask: Whether ranks may be masked.
 
     Attributes:
         exchanger: The memory and the steps, which low-latency calls share.
     """
 
-    def __init__(self, rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> None:
+    def __init__(self, rendezvous: Rendezvous, num_bytes: int, timeout_s: float, *, can_mask: bool = False) -> None:
         self.device = torch.device("cpu")
         self.rank, self.num_ranks = rendezvous.rank, rendezvous.num_ranks
-        self.exchanger = Exchanger(rendezvous, num_bytes, timeout_s)
+        self.exchanger = Exchanger(rendezvous, num_bytes, timeout_s, can_mask=can_mask)
 
     def compute_layout(self, topk_idx: Tensor, num_experts: int) -> Layout:
         """Count where tokens go."""
@@ -61,6 +63,9 @@ class CpuEngine:
     def dispatch(self, request: DispatchRequest) -> DispatchResult:
         """Send tokens to the ranks of their experts."""
         layout, x, topk_idx = request.layout, request.x, request.topk_idx
+        if self.exchanger.acknowledged:
+            layout = _without(layout, self.exchanger.acknowledged)
+            request = replace(request, layout=layout)
         channels = compute_channels(layout.is_token_in_rank, request.config.num_channels)
         send_counts = _check_counts(layout, channels)
         tokens = tokens_by_rank(layout.is_token_in_rank, send_counts)
@@ -107,6 +112,7 @@ class CpuEngine:
         exchange = self.exchanger.begin(header, _dispatch_layout, counts=routing.counts)
         with self.exchanger.writing(exchange):
             _write_rows(exchange, tokens, {"x": x, "scales": scales})
+            _clear_rows(exchange, {"x": x, "scales": scales})
         self.exchanger.finish(exchange)
         sizes = [num_rows * _row_bytes(x), num_rows * _row_bytes(scales)]
         recv_x, recv_scales = self.exchanger.take_sections(exchange, sizes)
@@ -132,6 +138,7 @@ class CpuEngine:
         own_offset = exchange.places[self.rank].offset
         with self.exchanger.writing(exchange):
             _return_rows(exchange, {"x": x, "topk_weights": weights}, tokens)
+            _clear_rows(exchange, {"x": x, "topk_weights": weights})
             for i, bias in enumerate(biases):
                 rows.copy(bias, own, own_offset + own_at.biases + i * num_tokens * _row_bytes(x))
         self.exchanger.finish(exchange)
@@ -159,6 +166,10 @@ class CpuEngine:
         ).num_bytes
         # Dispatched rows are in use while those of the combine arrive.
         self.exchanger.reserve(hint.num_nvl_bytes // 2 + max(hint.num_nvl_bytes // 2, combine_bytes))
+
+    def mask(self, rank: int, *, is_masked: bool) -> None:
+        """Mask a rank or take it in again, for normal and low-latency calls."""
+        self.exchanger.mask(rank, is_masked=is_masked)
 
     def local_bytes(self) -> Tensor:
         """Return the first segment of this rank's shared memory, as a uint8 tensor."""
@@ -286,6 +297,27 @@ def _return_rows(
         first_row = exchange.first_row(dst)
         for name, source in sources:
             source.copy(begin, end, memory, offset + getattr(at, name) + first_row * source.row_bytes)
+
+
+def _without(layout: Layout, masked: set[int]) -> Layout:
+    """Send nothing to masked ranks."""
+    columns = sorted(masked)
+    per_rank, is_token_in_rank = layout.num_tokens_per_rank.clone(), layout.is_token_in_rank.clone()
+    per_rank[columns] = 0
+    is_token_in_rank[:, columns] = False
+    return Layout(per_rank, layout.num_tokens_per_expert, is_token_in_rank)
+
+
+def _clear_rows(exchange: Exchange[L], sections: Mapping[str, Tensor | None]) -> None:
+    """Fill rows of this rank with zeros that masked ones would write, by a handle that is older than the mask."""
+    if not exchange.masked:
+        return
+    memory, at, offset = exchange.extent(exchange.rank)
+    for src in exchange.masked:
+        first_row = sum(counts[exchange.rank] for counts in exchange.counts[:src])
+        for name, x in sections.items():
+            begin = offset + getattr(at, name) + first_row * _row_bytes(x)
+            memory.data[begin : begin + exchange.counts[src][exchange.rank] * _row_bytes(x)].zero_()
 
 
 class _Routing(NamedTuple):

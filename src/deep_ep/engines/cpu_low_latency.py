@@ -11,6 +11,10 @@ Example: token 0 of rank 0 names experts 1 and 0, token 1 names expert 0. In ord
 (expert 0, token 1) and (expert 1, token 0). Expert 0 gets tokens 0 and 1, expert 1 gets token 0, and the rows come back
 in that order.
 
+*Masked ranks* send and get nothing, and the top-k slots that name their experts count for nothing. If ranks can be
+masked at all, the rows of a dispatch are copied out of the shared memory at the end: a rank that was masked in the
+middle of a call may still write there, and those behind its rows move up (`deep_ep.engines.masked_rows`).
+
 A split call waits for the peers' rows in `finish`, and does the rest at once. Calls may be finished in any order.
 """
 
@@ -33,6 +37,7 @@ from deep_ep.engines.base import (
     RowFormat,
 )
 from deep_ep.engines.exchange import CALLS, DTYPES, Exchange, Exchanger, Header
+from deep_ep.engines.masked_rows import copy_out, private_copy
 from deep_ep.engines.routing import expert_range
 from deep_ep.errors import MismatchError
 from deep_ep.layout import CombineLayout, LowLatencyDispatchLayout
@@ -72,13 +77,17 @@ class CpuLowLatencyEngine:
         no_counts = [[0] * self.num_ranks] * self.num_ranks  # every slot that could be needed is there
         exchange = self._exchanger.begin(header, self._dispatch_layout, pairs.counts, no_counts)
         self._add_stats(request.wait_stats)
-        result = self._take_result(request, exchange, data, scales)
+        result = arrived = self._take_result(request, exchange, data, scales)
+        if self._exchanger.control.membership is not None:
+            result = private_copy(arrived)
         with self._exchanger.writing(exchange):
             self._write_pairs(exchange, pairs, data, scales)
 
         def finish() -> None:
-            self._exchanger.finish(exchange)
+            lost = self._exchanger.finish(exchange)
             self._add_stats(request.wait_stats)
+            if result is not arrived:
+                copy_out(arrived, result, lost, request.recv_stats)
 
         return _pend(result, finish, split)
 
@@ -87,7 +96,6 @@ class CpuLowLatencyEngine:
         x, handle = request.x, request.handle
         ranges = handle.layout_range.tolist()
         counts_by_source = [sum(line[src] & 0xFFFFFFFF for line in ranges) for src in range(self.num_ranks)]
-        pairs = _sort_pairs(request.topk_idx, handle.num_experts)
         header = Header(
             call=CALLS.index("low-latency combine"),
             dtype=DTYPES.index(x.dtype),
@@ -98,6 +106,8 @@ class CpuLowLatencyEngine:
         exchange = self._exchanger.begin(header, _combine_layout, counts_by_source)
         self._add_stats(request.wait_stats)
         (table,) = self._exchanger.take_sections(exchange, [exchange.layouts[self.rank].num_bytes])
+        topk_idx = self._without(request.topk_idx, handle.num_experts, exchange.masked)
+        pairs = _sort_pairs(topk_idx, handle.num_experts)
         with self._exchanger.writing(exchange):
             self._check_counts(exchange, pairs.counts)
             self._write_back(exchange, x, ranges)
@@ -106,11 +116,15 @@ class CpuLowLatencyEngine:
             out = torch.empty(request.topk_idx.size(0), x.size(2), dtype=x.dtype)
 
         def finish() -> None:
-            self._exchanger.finish(exchange)
+            lost = self._exchanger.finish(exchange)
             self._add_stats(request.wait_stats)
             shape = (pairs.tokens.size(0), x.size(2))
             num_bytes = shape[0] * shape[1] * x.element_size()
-            _sum_weighted(table[:num_bytes].view(x.dtype).view(shape), pairs, request.topk_weights, out)
+            used = pairs
+            if lost:
+                is_there = self._without(topk_idx, handle.num_experts, lost).reshape(-1)[pairs.slots] >= 0
+                used = pairs._replace(slots=pairs.slots[is_there], pair_of_slot=pairs.pair_of_slot[is_there])
+            _sum_weighted(table[:num_bytes].view(x.dtype).view(shape), used, request.topk_weights, out)
 
         return _pend(out, finish, split)
 
@@ -126,6 +140,20 @@ class CpuLowLatencyEngine:
             num_rows=num_tokens * shape.num_topk, row_bytes=2 * shape.hidden, num_topk=0, num_bias_rows=0
         )
         self._exchanger.reserve(2 * dispatch.num_bytes + max(dispatch.num_bytes, combine.num_bytes))
+
+    def mask(self, rank: int, *, is_masked: bool) -> None:
+        """Mask a rank or take it in again, for normal calls too."""
+        self._exchanger.mask(rank, is_masked=is_masked)
+
+    def unmask_all(self) -> None:
+        """Take all ranks in again, this one first: the others may be ahead of it."""
+        for rank in sorted(range(self.num_ranks), key=lambda rank: rank != self.rank):
+            self.mask(rank, is_masked=False)
+
+    def write_masked(self, mask_status: Tensor) -> None:
+        """Write 1 for each masked rank and 0 for the others to `[R]` int32."""
+        masked = self._exchanger.masked()
+        mask_status.copy_(torch.tensor([int(rank in masked) for rank in range(self.num_ranks)], dtype=torch.int32))
 
     def local_bytes(self) -> Tensor:
         """Return the first segment of this rank's shared memory, which normal mode uses too."""
@@ -209,10 +237,19 @@ class CpuLowLatencyEngine:
                 target = memory.rows(offset + at.scales, shape[0] * shape[1], num_rows, scales.dtype).view(shape)
                 target.transpose(1, 2)[slot // num_rows, slot % num_rows] = scales[token]
 
+    def _without(self, topk_idx: Tensor, num_experts: int, masked: frozenset[int]) -> Tensor:
+        """Name no expert of a masked rank."""
+        for rank in masked:
+            begin, end = expert_range(rank, num_experts, self.num_ranks)
+            topk_idx = topk_idx.masked_fill((topk_idx >= begin) & (topk_idx < end), -1)
+        return topk_idx
+
     def _check_counts(self, exchange: Exchange[CombineLayout], expert_counts: list[int]) -> None:
         """Compare what the peers return with what this rank's `topk_idx` says they got."""
         num_experts = len(expert_counts)
         for src, counts in enumerate(exchange.counts):
+            if src in exchange.masked:
+                continue
             begin, end = expert_range(src, num_experts, self.num_ranks)
             expected = sum(expert_counts[begin:end])
             if counts[self.rank] != expected:

@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from deep_ep.engines.rows import Memory
-from deep_ep.errors import CapacityError, MismatchError, PeerError
+from deep_ep.errors import CapacityError, MismatchError, PeerError, PeerTimeoutError
 from deep_ep.layout import ControlLayout, align
-from deep_ep.memory.arena import Arena, Extent
+from deep_ep.memory.arena import NO_EXTENT, Arena, Extent
 from deep_ep.memory.control import Control
 from deep_ep.memory.cpu import HostMemory
 from deep_ep.memory.rendezvous import AllGather, Rendezvous
@@ -99,7 +99,7 @@ class Exchange(Generic[L]):
     """What this rank knows about a call after its first step.
 
     Attributes:
-        number: The number of the call; this buffer's first has 1.
+        number: The number of the call, which is that of its last step before rows are written.
         call: The call, in words.
         rank: This rank.
         counts: `counts[src][dst]` rows go from src to dst.
@@ -108,6 +108,7 @@ class Exchange(Generic[L]):
         layouts: The sections of each rank's extent.
         places: Where each rank's extent is.
         memories: The segment that each rank's extent is in.
+        masked: The ranks that do not take part.
     """
 
     number: int
@@ -119,6 +120,7 @@ class Exchange(Generic[L]):
     layouts: list[L]
     places: list[Extent]
     memories: list[Memory]
+    masked: frozenset[int]
 
     def extent(self, dst: int) -> tuple[Memory, L, int]:
         """Return the memory of a receiver, the sections of its extent, and the byte where the extent begins."""
@@ -133,9 +135,10 @@ class Exchange(Generic[L]):
         return sum([row[dst] for row in self.counts])
 
     def receivers(self) -> Iterator[int]:
-        """Go through all ranks, each rank beginning with its successor, so that they do not all write to one."""
+        """Go through all ranks that take part, beginning with this one's successor: not all write to one at a time."""
         num_ranks = len(self.counts)
-        return ((self.rank + 1 + i) % num_ranks for i in range(num_ranks))
+        ranks = ((self.rank + 1 + i) % num_ranks for i in range(num_ranks))
+        return (rank for rank in ranks if rank not in self.masked)
 
 
 class Exchanger:
@@ -145,16 +148,22 @@ class Exchanger:
         rendezvous: The ranks.
         num_bytes: Bytes of memory that this rank brings to begin with.
         timeout_s: How long a step waits for a peer.
+        can_mask: Whether ranks may be masked.
+
+    Attributes:
+        acknowledged: The masked ranks that the program knows of: normal calls go on without these.
     """
 
-    def __init__(self, rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> None:
+    def __init__(self, rendezvous: Rendezvous, num_bytes: int, timeout_s: float, *, can_mask: bool = False) -> None:
         self.rank, self.num_ranks = rendezvous.rank, rendezvous.num_ranks
-        self.control = Control(self.rank, self.num_ranks, rendezvous.all_gather, timeout_s, rendezvous.ranks)
+        self.control = Control(
+            self.rank, self.num_ranks, rendezvous.all_gather, timeout_s, rendezvous.ranks, can_mask=can_mask
+        )
         self.names = rendezvous.ranks
         self.arena = Arena()
         self.segments: dict[int, list[Memory]] = {}
-        self._num_segments = 0
-        self._num_calls = 0
+        self.acknowledged: set[int] = set()
+        self._num_membership_changes = 0
         self._num_asked_bytes = num_bytes
         if any(size for (size,) in rendezvous.all_gather([num_bytes])):
             self._add_segment(num_bytes, rendezvous.all_gather)
@@ -179,14 +188,27 @@ class Exchanger:
             MismatchError: If the ranks are in different calls, or in calls of different shapes.
             CapacityError: If memory is too small and no more can be had.
         """
+        while True:
+            exchange = self._try_to_begin(header, make_layout, told, counts)
+            if exchange is not None:
+                return exchange
+
+    def _try_to_begin(
+        self, header: Header, make_layout: MakeLayout[L], told: Sequence[int], counts: list[list[int]] | None
+    ) -> Exchange[L] | None:
+        """Take the first step of a call; return None if a rank was masked after its header had been seen."""
         call = CALLS[header.call]
         # What does not fit beside the header follows once all ranks are known to be in the same call.
         room = ControlLayout.NUM_AREA_WORDS - _NUM_WORDS
         words = [*header, *self.arena.largest_free(), *told[:room]]
         replies = self.control.all_gather(words, call, "a header")
-        headers = [Header(*reply[:_NUM_FIELDS]) for reply in replies]
+        masked = self.control.masked_at(self.control.step)
+        headers = [header if rank in masked else Header(*reply[:_NUM_FIELDS]) for rank, reply in enumerate(replies)]
         check_signatures(headers, self.rank, self.names)
+        self._check_masked(masked, call)
         places = [Extent(*reply[_NUM_FIELDS:_NUM_WORDS]) for reply in replies]
+        if self._has_membership_changed():
+            places = [NO_EXTENT] * self.num_ranks
         all_told = [reply[_NUM_WORDS:] for reply in replies]
         if len(told) > room:
             rest = self.control.all_gather(told[room:], call, "counts")
@@ -194,15 +216,42 @@ class Exchanger:
         if counts is None:
             counts = [integers[: self.num_ranks] for integers in all_told]
         layouts = [make_layout(headers[dst], sum([row[dst] for row in counts])) for dst in range(self.num_ranks)]
-        needs = [layout.num_bytes for layout in layouts]
+        needs = [0 if dst in masked else layout.num_bytes for dst, layout in enumerate(layouts)]
         if any(need > place.num_bytes for need, place in zip(needs, places, strict=True)):
             places = self._grow(needs, places, call)
+        if self.control.masked_at(self.control.step) != masked:
+            return None
         memories = [
             self.segments[place.segment][dst] if need else _NO_MEMORY
             for dst, (place, need) in enumerate(zip(places, needs, strict=True))
         ]
-        self._num_calls += 1
-        return Exchange(self._num_calls, call, self.rank, counts, headers, all_told, layouts, places, memories)
+        number = self.control.step
+        return Exchange(number, call, self.rank, counts, headers, all_told, layouts, places, memories, masked)
+
+    def _check_masked(self, masked: frozenset[int], call: str) -> None:
+        """Refuse a normal call that masked ranks would be missing from, unless the program has said that it knows."""
+        unknown = sorted(masked - self.acknowledged)
+        if unknown and not call.startswith("low-latency"):
+            raise PeerTimeoutError(
+                f"rank {self.rank}: ranks {unknown} did not come to a {call} within {self.control.timeout_s} s, "
+                "or to a call before it, and have been masked",
+                unknown,
+                hint="to go on without them, call Buffer.mask on all other ranks and repeat this call",
+            )
+
+    def _has_membership_changed(self) -> bool:
+        """Tell whether ranks have been masked or unmasked since the last call; all ranks come to the same result.
+
+        All segments are then forgotten. A masked rank may write to those it knows, and one that comes back knows none
+        of those that were mapped meanwhile. Tensors keep what they use.
+        """
+        members = self.control.membership
+        if members is None or members.num_lines_at(self.control.step) == self._num_membership_changes:
+            return False
+        self._num_membership_changes = members.num_lines_at(self.control.step)
+        self.arena = Arena()
+        self.segments.clear()
+        return True
 
     @contextmanager
     def writing(self, exchange: Exchange[L]) -> Iterator[None]:
@@ -214,14 +263,18 @@ class Exchanger:
             raise
         self.control.announce_rows(exchange.number, has_failed=False)
 
-    def finish(self, exchange: Exchange[L]) -> None:
+    def finish(self, exchange: Exchange[L]) -> frozenset[int]:
         """Wait for the peers' rows.
+
+        Returns:
+            The ranks that have been masked since the call began, whose rows are not there. Of a low-latency call:
+            other calls are refused.
 
         Raises:
             PeerError: If a peer could not write its rows.
             PeerTimeoutError: If a peer does not write them in time.
         """
-        failed = self.control.wait_for_rows(exchange.number, exchange.call)
+        failed, lost = self.control.wait_for_rows(exchange.number, exchange.call)
         if failed:
             self.control.raise_if_lost(failed, exchange.call)
             raise PeerError(
@@ -229,6 +282,17 @@ class Exchanger:
                 f"{[self.names[rank] for rank in failed]}, so its results would be incomplete",
                 hint="the error on those ranks tells why; this buffer can be used again",
             )
+        self._check_masked(lost, exchange.call)
+        return lost
+
+    def mask(self, rank: int, *, is_masked: bool) -> None:
+        """Mask a rank because the program says so, or take it in again; all ranks do so between the same calls."""
+        self.control.mask(rank, is_out=is_masked)
+        (self.acknowledged.add if is_masked else self.acknowledged.discard)(rank)
+
+    def masked(self) -> frozenset[int]:
+        """Return the ranks that are masked in the next call, as far as is known."""
+        return self.control.masked_at(self.control.step + 1)
 
     def take_sections(self, exchange: Exchange[L], sizes: Sequence[int]) -> list[Tensor]:
         """Keep the sections at the beginning of this rank's extent, each as a tensor of its own that frees it."""
@@ -288,8 +352,7 @@ class Exchanger:
 
     def _add_segment(self, num_bytes: int, all_gather: AllGather) -> int:
         memory = HostMemory(num_bytes, self.rank, all_gather)
-        segment = self._num_segments
-        self._num_segments += 1
+        segment = self.control.step  # a number that all ranks agree on, also one that has missed some calls
         self.segments[segment] = [Memory(memory.tensor_of(rank)) for rank in range(self.num_ranks)]
         if num_bytes:
             self.arena.add_segment(segment, memory.bytes_of(self.rank))

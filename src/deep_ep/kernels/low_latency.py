@@ -91,7 +91,7 @@ def wait_for_half(control, rank, launch, deadline, record, NUM_RANKS: tl.constex
     """Wait until every rank has finished the call before last, so that this half of its memory may be written."""
     peer = tl.arange(0, RANKS).to(tl.int64)
     words = words_at(control, rank, ACKS + (launch & 1) * MAX_RANKS + peer)
-    wait_all(words, launch - 2, AWAIT_ACK, peer, deadline, record, peer < NUM_RANKS)
+    wait_all(words, launch - 2, AWAIT_ACK, peer, deadline, record, peer < NUM_RANKS, True)
 
 
 @triton.jit

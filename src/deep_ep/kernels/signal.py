@@ -1,8 +1,9 @@
 """Signals between ranks, waits with a deadline, and how a launch begins and ends. All memory ordering is here.
 
 **A signal** is one 8-byte word with one writer. Its high half is the number of the launch that wrote it, its low half
-a value. Nobody clears a word: a reader in launch n waits until the high half has reached n (compared as a wrapping
-difference, so that 2^32 launches are no end). A word may carry its news itself (a count), or publish what its writer
+a value. Nobody clears a word: a reader in launch n waits until the high half is n. Only words that their writer may
+write again before they are read are awaited with `AT_LEAST`, by a wrapping difference; these are written in every
+launch, so that they are never 2^31 launches old, which would read as news. 2^32 launches are no end. A word may carry its news itself (a count), or publish what its writer
 stored before it (rows): the write has release order, the read has acquire order.
 
 **Reuse.** All ranks make the same launches in the same order, and there is one rule: *in launch n a rank writes to a
@@ -49,7 +50,7 @@ RECORD_BROKEN = tl.constexpr(gpu_layout.RECORD_BROKEN)
 KIND_TIMEOUT = tl.constexpr(gpu_layout.KIND_TIMEOUT)
 AWAIT_FINISHED = tl.constexpr(gpu_layout.AWAIT_FINISHED)
 
-_POLL_PTX = tl.constexpr(
+_POLL_TEXT = (
     """{
     .reg .pred p;
     .reg .b32 high;
@@ -83,6 +84,8 @@ _POLL_PTX = tl.constexpr(
     .replace("RECORD_SEEN", str(8 * gpu_layout.RECORD_SEEN))
     .replace("RECORD_KIND", str(8 * gpu_layout.RECORD_KIND))
 )
+_POLL_PTX = tl.constexpr(_POLL_TEXT.replace("setp.ge.s32", "setp.eq.s32"))
+_POLL_AT_LEAST_PTX = tl.constexpr(_POLL_TEXT)
 _POLL_CONSTRAINTS = tl.constexpr("=&l,l,r,l,l,l,r")
 _POST_ONE_PTX = tl.constexpr(
     """{
@@ -181,7 +184,7 @@ def wait_for_peers(table, rank, launch, deadline, record, NUM_RANKS: tl.constexp
     """Wait until every peer has ended the previous launch, so that its memory may be written."""
     peer = tl.arange(0, RANKS)
     is_peer = (peer < NUM_RANKS) & (peer != rank)
-    wait_all(words_at(table, rank, FINISHED + peer), launch - 1, AWAIT_FINISHED, peer, deadline, record, is_peer)
+    wait_all(words_at(table, rank, FINISHED + peer), launch - 1, AWAIT_FINISHED, peer, deadline, record, is_peer, True)
 
 
 @triton.jit
@@ -229,13 +232,36 @@ def wait_one(ptr, launch, what: tl.constexpr, peer, deadline, record):
 
 
 @triton.jit
-def wait_all(ptrs, launch, what: tl.constexpr, peers, deadline, record, mask):
+def wait_all(
+    ptrs, launch, what: tl.constexpr, peers, deadline, record, mask,
+    AT_LEAST: tl.constexpr = False, PATIENT: tl.constexpr = False,
+):  # fmt: skip
     """Wait for many signals, those where `mask` is true; return their values, 0 where it is false."""
+    return wait_words(ptrs, launch, what, peers, deadline, record, mask, AT_LEAST, PATIENT) & 0xFFFFFFFF
+
+
+@triton.jit
+def wait_words(
+    ptrs, launch, what: tl.constexpr, peers, deadline, record, mask, AT_LEAST: tl.constexpr, PATIENT: tl.constexpr
+):
+    """Wait like `wait_all`; return whole words, to be compared with `is_late`.
+
+    Args:
+        ptrs: The words.
+        launch: The number to wait for.
+        what: What is awaited, for the record.
+        peers: Whose words they are, for the record.
+        deadline: When to give up.
+        record: Where to leave word of that.
+        mask: Which words to wait for.
+        AT_LEAST: Whether a later number will do.
+        PATIENT: Whether to wait although an earlier wait has run out.
+    """
     if INTERPRET:
-        words = _spin(ptrs, launch, what, peers, deadline, record, mask)
+        words = _spin(ptrs, launch, what, peers, deadline, record, mask, AT_LEAST, PATIENT)
     else:
         words = tl.inline_asm_elementwise(
-            _POLL_PTX,
+            _POLL_AT_LEAST_PTX if AT_LEAST else _POLL_PTX,
             _POLL_CONSTRAINTS,
             [ptrs, launch.to(tl.int32), deadline, record, _who(what, peers), mask.to(tl.int32)],
             dtype=tl.int64,
@@ -243,7 +269,16 @@ def wait_all(ptrs, launch, what: tl.constexpr, peers, deadline, record, mask):
             pack=1,
         )
         tl.debug_barrier()
-    return words & 0xFFFFFFFF
+    return words
+
+
+@triton.jit
+def is_late(words, launch, AT_LEAST: tl.constexpr):
+    """Tell which words have not come to a number."""
+    behind = ((words >> 32) - launch).to(tl.int32)
+    if AT_LEAST:
+        return behind < 0
+    return behind != 0
 
 
 @triton.jit
@@ -263,22 +298,26 @@ def _who(what: tl.constexpr, peers):
 
 
 @triton.jit
-def _spin(ptrs, launch, what: tl.constexpr, peers, num_max_spins, record, mask):
+def _spin(
+    ptrs, launch, what: tl.constexpr, peers, num_max_spins, record, mask, AT_LEAST: tl.constexpr, PATIENT: tl.constexpr
+):
     """Do for the interpreter what `_POLL_PTX` does on a GPU."""
     ptr = pointer(record, tl.int64)
     broken = pointer(tl.load(ptr + RECORD_BROKEN), tl.int64)
     zeros = tl.zeros(mask.shape, tl.int64)
-    num_spins = tl.where(tl.load(broken) != 0, num_max_spins, 0)
+    num_spins = tl.load(broken) * 0
+    if not PATIENT:
+        num_spins = tl.where(tl.load(broken) != 0, num_max_spins, 0)
     words = tl.where(mask, tl.atomic_add(ptrs, zeros, mask=mask, sem="acquire", scope="sys"), 0)
-    is_late = mask & (((words >> 32) - launch).to(tl.int32) < 0)
-    while (tl.max(is_late.to(tl.int32)) > 0) & (num_spins < num_max_spins):
+    late = mask & is_late(words, launch, AT_LEAST)
+    while (tl.max(late.to(tl.int32)) > 0) & (num_spins < num_max_spins):
         words = tl.where(mask, tl.atomic_add(ptrs, zeros, mask=mask, sem="acquire", scope="sys"), 0)
-        is_late = mask & (((words >> 32) - launch).to(tl.int32) < 0)
+        late = mask & is_late(words, launch, AT_LEAST)
         num_spins += 1
-    if (tl.max(is_late.to(tl.int32)) > 0) & (tl.load(broken) == 0):
+    if (tl.max(late.to(tl.int32)) > 0) & (tl.load(broken) == 0):
         tl.store(broken, 1)
-        tl.store(ptr + RECORD_WHO, tl.max(tl.where(is_late, _who(what, peers), 0)))
+        tl.store(ptr + RECORD_WHO, tl.max(tl.where(late, _who(what, peers), 0)))
         tl.store(ptr + RECORD_LAUNCH, launch)
-        tl.store(ptr + RECORD_SEEN, tl.max(tl.where(is_late, words, 0)))
+        tl.store(ptr + RECORD_SEEN, tl.max(tl.where(late, words, 0)))
         tl.store(ptr + RECORD_KIND, KIND_TIMEOUT)
     return words

@@ -33,18 +33,22 @@ signal can read. The fences below make that hold on processors that reorder stor
 
 from __future__ import annotations
 
+import logging
 import os
-import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
 
 from deep_ep import tuned
-from deep_ep.errors import DestroyedError, PeerTimeoutError
+from deep_ep.errors import DestroyedError, MaskedError, PeerTimeoutError
 from deep_ep.layout import ControlLayout
 from deep_ep.memory.cpu import HostMemory
+from deep_ep.memory.fence import fence
+from deep_ep.memory.membership import NOBODY, Membership
 from deep_ep.memory.rendezvous import AllGather
 from deep_ep.tuning import CpuTuning
+
+logger = logging.getLogger("deep_ep")
 
 WaitObserver = Callable[[str, str, int, list[int]], None]
 
@@ -62,8 +66,11 @@ class Control:
         all_gather: How the ranks exchange integers until this object exists.
         timeout_s: How long a wait for a peer may last.
         names: What to call each rank in messages, if that is not its number: the ranks of a group on several hosts.
+        can_mask: Whether ranks that are late are masked (`deep_ep.memory.membership`); if not, that is an error.
 
     Attributes:
+        step: The number of steps that this rank has entered.
+        membership: Who is masked, None if nobody can be.
         last_wait_ns: How long the last wait was for each rank.
         waited_ns: How long all waits were for each rank together.
     """
@@ -75,15 +82,20 @@ class Control:
         all_gather: AllGather,
         timeout_s: float,
         names: Sequence[int] | None = None,
+        *,
+        can_mask: bool = False,
     ) -> None:
         self.rank = rank
         self.names = range(num_ranks) if names is None else names
         self.timeout_s = timeout_s
         self._memory = HostMemory(ControlLayout.NUM_BYTES, rank, all_gather)
         self._blocks = [self._memory.bytes_of(peer).cast("q") for peer in range(num_ranks)]
+        self.membership: Membership | None = None
+        if can_mask:
+            self.membership = Membership(rank, num_ranks, self._blocks, ControlLayout.STEP, all_gather)
         self.last_wait_ns = [0] * num_ranks
         self.waited_ns = [0] * num_ranks
-        self._step = 0
+        self.step = 0
         self._failure: str | None = None
         # With fewer cores than ranks, a rank that spins keeps the one it waits for from running.
         spin_us = tuned.load(CpuTuning, tuned.cpu_device(), num_ranks).spin_us
@@ -98,12 +110,13 @@ class Control:
             awaited: What a peer owes in this step, for the error message.
 
         Returns:
-            The integers of every rank, in rank order.
+            The integers of every rank, in rank order; zeros of a rank that is masked.
 
         Raises:
             PeerTimeoutError: If a peer does not enter the step in time. The ranks may then disagree about how far
                 they are, so every later call raises `DestroyedError`.
             DestroyedError: If an earlier step timed out.
+            MaskedError: If this rank has been masked by the others.
         """
         num_words = ControlLayout.NUM_AREA_WORDS
         everyone = self._step_through(words[:num_words], call, awaited)
@@ -118,16 +131,55 @@ class Control:
                 f"this buffer is out of step with its peers since: {self._failure}",
                 hint="destroy it on all ranks and make a new one",
             )
-        step = self._step = self._step + 1
+        step = self.step = self.step + 1
         begin = ControlLayout.area(step)
         end = begin + len(words)
         own = self._blocks[self.rank]
         own[begin:end] = memoryview(array("q", words))
-        _fence()  # what was written above is seen by whoever sees the signal
+        fence()  # what was written above is seen by whoever sees the signal
         own[ControlLayout.STEP] = step
         self._wait_for_peers(ControlLayout.STEP, step, call, awaited)
-        _fence()  # what is read below is what was written before the signals
-        return [block[begin:end].tolist() for block in self._blocks]
+        fence()  # what is read below is what was written before the signals
+        out = self.masked_at(step)
+        zeros = [0] * len(words)
+        everyone = [zeros if rank in out else block[begin:end].tolist() for rank, block in enumerate(self._blocks)]
+        self._raise_if_masked()
+        return everyone
+
+    def masked_at(self, step: int) -> frozenset[int]:
+        """Return the ranks that are masked at a step; all ranks give the same answer for a step they have taken."""
+        return NOBODY if self.membership is None else self.membership.out_at(step)
+
+    def mask(self, rank: int, *, is_out: bool) -> None:
+        """Mask a rank from the next step on, or take it in again; all ranks do so between the same two steps.
+
+        A rank that was masked itself, and now is not, goes on where the others are.
+
+        Raises:
+            PeerTimeoutError: If this rank is to be taken in, and the others do not do so in time.
+        """
+        assert self.membership is not None, "the caller has looked"
+        if rank != self.rank:
+            self.membership.write(rank, self.step + 1, is_out=is_out, timeout_s=self.timeout_s)
+        elif not is_out:
+            step = self.membership.wait_until_in(self.timeout_s) - 1
+            if step > self.step:
+                self.step = step
+                # What this rank has missed it never wrote.
+                self.announce_rows(step, has_failed=True)
+
+    def _raise_if_masked(self) -> None:
+        """Raise if this rank is masked. What it has read since is then of no worth: nobody waits for it any more."""
+        if self.membership is None:
+            return
+        fence()
+        if self.membership.has_changed():
+            self.membership.refresh(self.timeout_s)
+        if self.rank in self.membership.out_at(self.step + 1):
+            raise MaskedError(
+                f"rank {self.rank}: the other ranks have masked this one, for it was late by more than the time limit",
+                hint="call low_latency_update_mask_buffer(rank, False) on all ranks, this one too, to take it in again",
+            )
 
     def observe_waits(self, observer: WaitObserver | None) -> None:
         """Tell an observer of every wait for peers from now on; None ends that. Without one, waits cost nothing more.
@@ -159,19 +211,31 @@ class Control:
         own = self._blocks[self.rank]
         if has_failed:
             own[ControlLayout.FAILED] = number
-        _fence()
+        fence()
         own[ControlLayout.WRITTEN] = number
 
-    def wait_for_rows(self, number: int, call: str) -> list[int]:
-        """Wait until the peers' rows of a call are written; return the ranks that failed to write theirs.
+    def wait_for_rows(self, number: int, call: str) -> tuple[list[int], frozenset[int]]:
+        """Wait until the peers' rows of a call are written.
+
+        Returns:
+            The ranks that failed to write theirs, and those that have been masked since the call began and did not
+            write theirs before.
 
         Raises:
-            PeerTimeoutError: If a peer does not write its rows in time.
+            PeerTimeoutError: If a peer does not write its rows in time, and cannot be masked.
         """
         self._wait_for_peers(ControlLayout.WRITTEN, number, call, "rows")
-        _fence()
+        fence()
+        out = self.masked_at(number)
         # A later failure counts too: it may hide one of this call.
-        return [rank for rank, block in enumerate(self._blocks) if block[ControlLayout.FAILED] >= number]
+        absent = {
+            rank
+            for rank, block in enumerate(self._blocks)
+            if rank not in out and (block[ControlLayout.FAILED] >= number or block[ControlLayout.WRITTEN] < number)
+        }
+        members = self.membership
+        lost = frozenset(r for r in absent if members is not None and members.was_masked_after(r, number))
+        return sorted(absent - lost), lost
 
     def announce_loss(self, lost: int, reason: str) -> None:
         """Tell the peers that this rank has lost a rank of another host and will take part in nothing more.
@@ -186,17 +250,57 @@ class Control:
 
     def close(self) -> None:
         """Let go of the control blocks."""
+        if self.membership is not None:
+            self.membership.close()
         for block in self._blocks:
             block.release()
         self._blocks = []
         self._memory.close()
 
     def _wait_for_peers(self, signal: int, value: int, call: str, awaited: str) -> None:
-        """Spin, then yield the core, then sleep, until a signal of every peer has come to a value."""
-        missing = [peer for peer, block in enumerate(self._blocks) if block[signal] < value]
+        """Wait until a signal of every peer that takes part has come to a value; who is late is masked, if possible."""
         self.last_wait_ns = [0] * len(self._blocks)
+        while True:
+            missing = self._wait(signal, value, self._missing(signal, value))
+            members = self.membership
+            if missing and members is None:
+                self._raise_timeout(missing, signal, value, call, awaited)
+            if members is None:
+                return
+            if missing:
+                self._raise_if_masked()
+                logger.warning("%s; masking them", self._describe_wait(missing, signal, value, call, awaited))
+                members.suspect(missing, signal, value, self.timeout_s)
+                continue
+            # Whoever has come may have been masked just before.
+            fence()
+            if not members.has_changed():
+                return
+            members.refresh(self.timeout_s)
+
+    def _missing(self, signal: int, value: int) -> list[int]:
+        """Return the ranks that take part and whose signal has not come to a value."""
+        missing = [peer for peer, block in enumerate(self._blocks) if block[signal] < value]
+        members = self.membership
+        if not missing or members is None or not members.lines:
+            return missing
+        out = members.out_at(value)
+        is_step = signal == ControlLayout.STEP
+        return [r for r in missing if r not in out and (is_step or not members.was_masked_after(r, value))]
+
+    def _still_awaited(self, signal: int, value: int, missing: list[int]) -> list[int]:
+        """Leave out the ranks that have been masked meanwhile."""
+        if self.membership is None or not self.membership.has_changed():
+            return missing
+        self.membership.refresh(self.timeout_s)
+        self._raise_if_masked()
+        awaited = self._missing(signal, value)
+        return [peer for peer in missing if peer in awaited]
+
+    def _wait(self, signal: int, value: int, missing: list[int]) -> list[int]:
+        """Spin, then yield the core, then sleep; return who is missing when time is up or the membership changes."""
         if not missing:
-            return
+            return []
         start_ns = time.monotonic_ns()
         sleep_s = _SLEEP_S
         while True:
@@ -210,7 +314,7 @@ class Control:
             if not missing:
                 for peer, waited_ns in enumerate(self.last_wait_ns):
                     self.waited_ns[peer] += waited_ns
-                return
+                return []
             waited_s = waited_ns * 1e-9
             if waited_s < self._spin_s:
                 continue
@@ -220,8 +324,9 @@ class Control:
             elif waited_s < self.timeout_s:
                 time.sleep(sleep_s)
                 sleep_s = min(2 * sleep_s, _MAX_SLEEP_S)
+                missing = self._still_awaited(signal, value, missing)
             else:
-                self._raise_timeout(missing, signal, value, call, awaited)
+                return missing
 
     def raise_if_lost(self, missing: Sequence[int], call: str) -> None:
         """Raise if a rank that is awaited has itself lost a rank: then it will not come.
@@ -241,13 +346,7 @@ class Control:
                 raise PeerTimeoutError(message, [lost], hint=f"the error on rank {name} tells how it was lost")
 
     def _raise_timeout(self, missing: list[int], signal: int, value: int, call: str, awaited: str) -> None:
-        name = "step" if signal == ControlLayout.STEP else "call"
-        seen = ", ".join(f"rank {self.names[peer]} is at {self._blocks[peer][signal]}" for peer in missing)
-        message = (
-            f"rank {self.names[self.rank]}: no sign of {awaited} in {call} from ranks "
-            f"{[self.names[peer] for peer in missing]} after {self.timeout_s} s "
-            f"({name} {value} is awaited; {seen})"
-        )
+        message = self._describe_wait(missing, signal, value, call, awaited)
         self._failure = message
         raise PeerTimeoutError(
             message,
@@ -255,19 +354,11 @@ class Control:
             hint="look for an error or a slow step on those ranks; DEEP_EP_TIMEOUT_S sets the limit",
         )
 
-
-_fence_lock = threading.Lock()
-_fence_lock.acquire()
-_fence_guard = threading.Lock()
-
-
-def _fence() -> None:
-    """Keep memory accesses before this line before those after it, for other processes too.
-
-    Releasing a lock publishes every store before it, and nothing after an acquire of the same lock moves before that
-    acquire: locks are made of release and acquire operations on every processor. (An acquire followed by a release
-    would not do: accesses from both sides may move in between the two and pass each other there.)
-    """
-    with _fence_guard:  # one thread at a time
-        _fence_lock.release()
-        _fence_lock.acquire()
+    def _describe_wait(self, missing: list[int], signal: int, value: int, call: str, awaited: str) -> str:
+        name = "step" if signal == ControlLayout.STEP else "call"
+        seen = ", ".join(f"rank {self.names[peer]} is at {self._blocks[peer][signal]}" for peer in missing)
+        return (
+            f"rank {self.names[self.rank]}: no sign of {awaited} in {call} from ranks "
+            f"{[self.names[peer] for peer in missing]} after {self.timeout_s} s "
+            f"({name} {value} is awaited; {seen})"
+        )

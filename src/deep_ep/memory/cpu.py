@@ -29,14 +29,18 @@ class HostMemory:
         num_bytes: Bytes that this rank brings.
         rank: This rank.
         all_gather: How the ranks tell each other where their memory is.
+        keep_open: A rank whose memory stays open, to lock it as a file.
+
+    Attributes:
+        fd: The descriptor of that memory, -1 without one.
 
     Raises:
         CapacityError: If a rank could not get its memory.
         UnsupportedError: If a rank could not map the memory of another.
     """
 
-    def __init__(self, num_bytes: int, rank: int, all_gather: AllGather) -> None:
-        self.rank = rank
+    def __init__(self, num_bytes: int, rank: int, all_gather: AllGather, keep_open: int | None = None) -> None:
+        self.rank, self.fd = rank, -1
         with phase("allocate"):
             own, fd, error = _allocate(num_bytes)
         try:
@@ -45,7 +49,7 @@ class HostMemory:
             offers = all_gather([error, num_bytes, os.getpid(), fd, *identity])
             _raise_if_short(offers)
             self._maps: list[mmap.mmap | None] = []
-            unreachable = -1
+            unreachable = 0
             for peer, (_, peer_bytes, pid, peer_fd, *peer_identity) in enumerate(offers):
                 if peer == rank or peer_bytes == 0:
                     self._maps.append(own if peer == rank else None)
@@ -55,7 +59,9 @@ class HostMemory:
                         self._maps.append(_map_peer(pid, peer_fd, peer_bytes, tuple(peer_identity)))
                 except OSError:
                     self._maps.append(None)
-                    unreachable = peer
+                    unreachable = peer + 1
+            if keep_open is not None and not unreachable:
+                self.fd = _open_of(*offers[keep_open][2:4])
             # Nobody closes its descriptor before everyone has had the chance to open it.
             _raise_if_unreachable(all_gather([unreachable]), [offer[2] for offer in offers])
         finally:
@@ -92,6 +98,9 @@ class HostMemory:
                 with contextlib.suppress(BufferError):  # a tensor or view still uses it
                     mapping.close()
         self._maps = [None] * len(self._maps)
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 def _allocate(num_bytes: int) -> tuple[mmap.mmap | None, int, int]:
@@ -113,8 +122,12 @@ def _map(fd: int, num_bytes: int) -> mmap.mmap:
     return mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
+def _open_of(pid: int, fd: int) -> int:
+    return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+
+
 def _map_peer(pid: int, fd: int, num_bytes: int, identity: tuple[int, ...]) -> mmap.mmap:
-    own_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    own_fd = _open_of(pid, fd)
     try:
         stat = os.fstat(own_fd)
         if (stat.st_dev, stat.st_ino) != identity:
@@ -138,7 +151,7 @@ def _raise_if_short(offers: list[list[int]]) -> None:
 
 
 def _raise_if_unreachable(replies: list[list[int]], pids: list[int]) -> None:
-    pairs = [(rank, peer) for rank, (peer,) in enumerate(replies) if peer >= 0]
+    pairs = [(rank, peer - 1) for rank, (peer,) in enumerate(replies) if peer > 0]
     if pairs:
         told = ", ".join(f"rank {rank} cannot map the memory of rank {peer} (pid {pids[peer]})" for rank, peer in pairs)
         raise UnsupportedError(
