@@ -261,7 +261,7 @@ class Control:
         """Wait until a signal of every peer that takes part has come to a value; who is late is masked, if possible."""
         self.last_wait_ns = [0] * len(self._blocks)
         while True:
-            missing = self._wait(signal, value, self._missing(signal, value))
+            missing = self._wait(signal, value, self._missing(signal, value), call)
             members = self.membership
             if missing and members is None:
                 self._raise_timeout(missing, signal, value, call, awaited)
@@ -297,7 +297,7 @@ class Control:
         awaited = self._missing(signal, value)
         return [peer for peer in missing if peer in awaited]
 
-    def _wait(self, signal: int, value: int, missing: list[int]) -> list[int]:
+    def _wait(self, signal: int, value: int, missing: list[int], call: str) -> list[int]:
         """Spin, then yield the core, then sleep; return who is missing when time is up or the membership changes."""
         if not missing:
             return []
