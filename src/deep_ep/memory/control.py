@@ -293,7 +293,8 @@ class Control:
         if self.membership is None or not self.membership.has_changed():
             return missing
         self.membership.refresh(self.timeout_s)
-        self._raise_if_masked()
+        if signal == ControlLayout.STEP:
+            self._raise_if_masked()  # rows of a call that it has taken part in still come to a rank that is masked now
         awaited = self._missing(signal, value)
         return [peer for peer in missing if peer in awaited]
 
