@@ -69,7 +69,7 @@ fi
 printf 'Installing deep_ep into %s.\n' "$("$python" -c 'import sys; print(sys.prefix)')"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 if [ -n "$dev" ]; then
-    PIP_CONSTRAINT=constraints.txt "$python" -m pip install --quiet --editable '.[dev,clients,plot,monitor]'
+    PIP_CONSTRAINT=constraints.txt "$python" -m pip install --quiet --editable '.[dev,clients,plot,monitor,docs]'
 else
     "$python" -m pip install --quiet '.[cli,plot,monitor]'
 fi || give_up "pip could not install deep_ep." "see its message above; it needs to reach a package index" 1

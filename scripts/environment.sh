@@ -32,7 +32,7 @@ if [ "$(cat "$VENV/installed" 2>/dev/null)" != "$sources" ]; then
     fi
     # The variable, unlike the option, holds for what builds the package too.
     PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
-        "$VENV/bin/python" -m pip install --quiet --editable '.[dev,clients,plot,monitor]' ||
+        "$VENV/bin/python" -m pip install --quiet --editable '.[dev,clients,plot,monitor,docs]' ||
         give_up "pip could not install what constraints.txt names." "see its message above; it needs to reach a package index"
     printf '%s\n' "$sources" >"$VENV/installed"
 fi
