@@ -3,11 +3,12 @@
     python benchmarks/first_call.py --processes 20 --json benchmarks/results/first_call_cpu.json
     bash tests/gpu/with_mps.sh python benchmarks/first_call.py --device cuda --processes 20 --json ...
 
-Each start is a new set of processes. A pair is a dispatch and a combine; ranks begin it together, the slowest counts,
-and the first one is verified. The cache of kernels is a new folder: the first start of each mode, `cold`, compiles into
-it, and all others find it warm. `background` measures `warmup_async`: how long the call takes, the longest time for
-which the main thread, which does nothing but look at the clock, did not run meanwhile, and the same without a warm-up.
-`no_compile` forbids compiling and makes the calls. `latency_host_us` is what timing costs a call.
+Each start is a new set of processes, in which both modes are measured one after the other, in turns. A pair is a
+dispatch and a combine; ranks begin it together, the slowest counts, and the first one is verified. The cache of kernels
+is a new folder: the first start of each mode, `cold`, compiles into it, and all others find it warm. `background`
+measures `warmup_async`: how long the call takes, the longest time for which the main thread, which does nothing but
+look at the clock, did not run meanwhile, and the same without a warm-up. `no_compile` forbids compiling and makes the
+calls. `latency_host_us` is what timing costs a call.
 """
 
 import argparse
@@ -66,7 +67,7 @@ def measure_phases(rank, shape):
     return {"wall_ms": wall_ms, "sum_of_phases_ms": sum_ms}
 
 
-def make_calls_without_compiling(rank, shape):
+def make_calls_without_compiling(rank, shapes):
     """Make the first calls with a `triton.compile` that refuses; return whether they were right."""
     import triton
 
@@ -76,7 +77,7 @@ def make_calls_without_compiling(rank, shape):
         raise RuntimeError("compilation is forbidden here")
 
     triton.compile = refuse
-    first_call._measure(rank, shape, False, 2)
+    first_call.measure_on_rank(rank, shapes, False, 2)
     return True
 
 
@@ -151,42 +152,51 @@ def main():
         "modes": {},
     }
     begin = time.perf_counter()
-    for shape in shapes:
-        mode = "low_latency" if shape.is_low_latency else "normal"
 
-        def start(preinitialize, shape=shape):
-            return first_call.measure(shape, args.ranks, args.device, preinitialize=preinitialize, num_calls=args.calls)
-
-        results = {"shape": shape.to_dict()}
-        if args.device == "cuda":
-            cold = start(True)
-            results["cold"] = {
-                "construct_ms": cold.construct_ms,
-                "phases_ms": dict(cold.phases_ms),
-                "ratio": cold.ratio,
-            }
-        for name, preinitialize, num_starts in (("preinitialized", True, args.processes), ("plain", False, args.plain)):
-            runs = [start(preinitialize) for _ in range(num_starts)]
-            results[name] = {
-                "num_starts": num_starts,
-                "ratio": summary([run.ratio for run in runs]),
-                "first_us": summary([run.first_us for run in runs]),
-                "median_us": summary([run.median_us for run in runs]),
-                "construct_ms": summary([run.construct_ms for run in runs]),
-                "phases_ms": {p: statistics.median(run.phases_ms[p] for run in runs) for p in runs[0].phases_ms},
-            }
-            print(f"{mode}, {name}: first / median {json.dumps(results[name]['ratio'])}", flush=True)
-        more_ms = results["preinitialized"]["construct_ms"]["median"] - results["plain"]["construct_ms"]["median"]
-        results["preinitialize_adds_ms"] = more_ms
-        results["background"] = run_ranks(args.ranks, measure_background, shape, device=args.device)
-        results["phases"] = run_ranks(args.ranks, measure_phases, shape, device=args.device)
-        if args.device == "cuda":
-            results["no_compile"] = all(run_ranks(args.ranks, make_calls_without_compiling, shape, device=args.device))
-        print(json.dumps({k: results[k] for k in ("preinitialize_adds_ms", "background", "phases")}), flush=True)
-        record["modes"][mode] = results
-        record["seconds"] = time.perf_counter() - begin
+    def save():
+        record["seconds"] = round(time.perf_counter() - begin, 1)
         if args.json:
             Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
+
+    def starts(name, preinitialize, num_starts):
+        """Start the ranks several times, with both modes in turn at the front."""
+        runs = [
+            first_call.measure(
+                shapes[:: (-1) ** number], args.ranks, args.device, preinitialize=preinitialize, num_calls=args.calls
+            )
+            for number in range(num_starts)
+        ]
+        for shape in shapes:
+            mode = "low_latency" if shape.is_low_latency else "normal"
+            mine = [run for both in runs for run in both if run.shape == shape]
+            found = record["modes"].setdefault(mode, {"shape": shape.to_dict()})
+            found[name] = {
+                "num_starts": num_starts,
+                "ratio": summary([run.ratio for run in mine]),
+                "first_us": summary([run.first_us for run in mine]),
+                "median_us": summary([run.median_us for run in mine]),
+                "construct_ms": summary([run.construct_ms for run in mine]),
+                "phases_ms": {p: statistics.median(run.phases_ms[p] for run in mine) for p in mine[0].phases_ms},
+            }
+            print(f"{mode}, {name}: first / median {json.dumps(found[name]['ratio'])}", flush=True)
+        save()
+
+    if args.device == "cuda":
+        starts("cold", True, 1)
+    starts("preinitialized", True, args.processes)
+    starts("plain", False, args.plain)
+    for shape in shapes:
+        found = record["modes"]["low_latency" if shape.is_low_latency else "normal"]
+        found["preinitialize_adds_ms"] = (
+            found["preinitialized"]["construct_ms"]["median"] - found["plain"]["construct_ms"]["median"]
+        )
+        found["background"] = run_ranks(args.ranks, measure_background, shape, device=args.device)
+        found["phases"] = run_ranks(args.ranks, measure_phases, shape, device=args.device)
+        print(json.dumps({k: found[k] for k in ("preinitialize_adds_ms", "background", "phases")}), flush=True)
+        save()
+    if args.device == "cuda":
+        record["no_compile"] = all(run_ranks(args.ranks, make_calls_without_compiling, shapes, device=args.device))
+        save()
     folder.cleanup()
 
 

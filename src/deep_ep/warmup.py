@@ -4,8 +4,8 @@ What is done, in this order, for each shape of calls that is to be prepared for:
 
 1. **Kernels** are compiled, or read from the cache, and loaded (GPUs only). This rank does so on its own.
 2. **Memory** that the calls need is had on all ranks and mapped by all ranks.
-3. **Exchanges** are made: the calls of a layer, with as many tokens as the shape says, evenly routed, then once with
-   none. They take the way of any call, so whatever else is done once is done then.
+3. **Exchanges** are made: the calls of a layer, with as many tokens as the shape says, evenly routed, then with none,
+   and with all again. They take the way of any call, so whatever else is done once is done then.
 
 `Buffer(preinitialize=True)` does all that before the constructor returns. `warmup_async` does it in a thread, with its
 own steps between the ranks (`deep_ep.memory.control`), so the program's process group is left alone.
@@ -288,7 +288,9 @@ class WarmupCalls:
                 if all(vote for (vote,) in votes):
                     self._shapes = shapes
                     self._connect(shapes)
-        return _make_report(clock, None if background is None else background.all_gather(_words(clock)))
+            with phase("handshake"):  # what was open until here is counted now
+                everyone = [] if background is None else background.all_gather(_words(clock))
+        return _make_report(clock, everyone)
 
     def _prepare(self, shape: ExchangeShape) -> None:
         """Do what this rank can do on its own."""
@@ -311,7 +313,7 @@ class WarmupCalls:
                 _touch_outputs(shape, self.group_size, self._device)
         with phase("dummy"), _apart(self) as apart:
             for shape in shapes:
-                for num_tokens in (shape.num_max_tokens_per_rank, 0):
+                for num_tokens in (shape.num_max_tokens_per_rank, 0, shape.num_max_tokens_per_rank):
                     _exchange(apart, shape, num_tokens)
             _wait_for_device(self._device)
 
@@ -344,8 +346,10 @@ def timed_start_up(init: Callable[P, None]) -> Callable[P, None]:
         clock = PhaseClock()
         with clock.running(), phase("handshake"):
             init(*args, **kwargs)
-        self: Any = args[0]
-        self.init_report = _make_report(clock, self.__dict__.pop("_gather_report")(_words(clock)))
+            self: Any = args[0]
+            with phase("handshake"):  # what was open until here is counted now
+                everyone = self.__dict__.pop("_gather_report")(_words(clock))
+        self.init_report = _make_report(clock, everyone)
 
     return timed
 
@@ -354,9 +358,10 @@ def _words(clock: PhaseClock) -> list[int]:
     return [*clock.ns.values(), clock.wall_ns]
 
 
-def _make_report(clock: PhaseClock, everyone: list[list[int]] | None) -> InitReport:
+def _make_report(clock: PhaseClock, everyone: list[list[int]]) -> InitReport:
+    """Return a report; what the ranks told each other lacks the time that the telling took."""
     own = _words(clock)
-    most = [max(column) for column in zip(*(everyone or [own]), strict=True)]
+    most = [max(column) for column in zip(own, *everyone, strict=True)]
     return InitReport(
         phases_ms={name: ns / 1e6 for name, ns in zip(PHASES, own, strict=False)},
         max_phases_ms={name: ns / 1e6 for name, ns in zip(PHASES, most, strict=False)},

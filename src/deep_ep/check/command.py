@@ -152,7 +152,7 @@ def _show_first_calls(screen: Screen, num_ranks: int, plot: str | None, *, as_js
     with screen.progress("first calls", 2 * len(shapes)) as advance:
         for shape in shapes:
             for preinitialize in (False, True):
-                results.append(first_calls.measure(shape, num_ranks, device, preinitialize=preinitialize))
+                results += first_calls.measure([shape], num_ranks, device, preinitialize=preinitialize)
                 advance()
     if as_json:
         for result in results:

@@ -72,30 +72,39 @@ class FirstCall:
 
 
 def measure(
-    shape: ExchangeShape, num_ranks: int, device: str, *, preinitialize: bool, num_calls: int = NUM_CALLS
-) -> FirstCall:
-    """Start ranks, and time the first calls of a shape on them.
+    shapes: Sequence[ExchangeShape], num_ranks: int, device: str, *, preinitialize: bool, num_calls: int = NUM_CALLS
+) -> list[FirstCall]:
+    """Start ranks, and time the first calls of each shape on them, each with a buffer of its own.
 
     Args:
-        shape: The shape.
+        shapes: The shapes, in this order.
         num_ranks: How many ranks.
         device: "cpu" or "cuda".
         preinitialize: As the constructor of the buffer takes it.
         num_calls: Pairs of calls after the first.
     """
-    results = run_ranks(num_ranks, _measure, shape, preinitialize, num_calls, device=device)
-    return FirstCall(
-        shape=shape,
-        is_preinitialized=preinitialize,
-        construct_ms=max(result[0] for result in results),
-        phases_ms={name: max(result[1][name] for result in results) for name in PHASES},
-        pairs_us=[max(times) for times in zip(*(result[2] for result in results), strict=True)],
-    )
+    by_rank = run_ranks(num_ranks, measure_on_rank, shapes, preinitialize, num_calls, device=device)
+    return [
+        FirstCall(
+            shape=shape,
+            is_preinitialized=preinitialize,
+            construct_ms=max(result[0] for result in results),
+            phases_ms={name: max(result[1][name] for result in results) for name in PHASES},
+            pairs_us=[max(times) for times in zip(*(result[2] for result in results), strict=True)],
+        )
+        for shape, results in zip(shapes, zip(*by_rank, strict=True), strict=True)
+    ]
 
 
-def _measure(
-    rank: Rank, shape: ExchangeShape, preinitialize: bool, num_calls: int
-) -> tuple[float, dict[str, float], list[float]]:
+Measured = tuple[float, dict[str, float], list[float]]
+
+
+def measure_on_rank(rank: Rank, shapes: Sequence[ExchangeShape], preinitialize: bool, num_calls: int) -> list[Measured]:
+    """Return the milliseconds of the constructor and of its phases, and the microseconds of each pair, by shape."""
+    return [_measure(rank, shape, preinitialize, num_calls) for shape in shapes]
+
+
+def _measure(rank: Rank, shape: ExchangeShape, preinitialize: bool, num_calls: int) -> Measured:
     start_s = perf_counter()
     buffer = Buffer(
         rank.group,
