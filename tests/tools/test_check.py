@@ -112,6 +112,13 @@ def test_a_variable_that_makes_no_sense_is_told(monkeypatch, name, text, status)
     assert found["NVSHMEM" if name == "NVSHMEM_DIR" else name][0] is status
 
 
+def test_a_cache_that_cannot_be_written_is_told(monkeypatch, tmp_path):
+    monkeypatch.setenv("DEEP_EP_CACHE_DIR", str(tmp_path / "new" / "folder"))
+    assert "cache" not in concerns(LAPTOP)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert concerns(LAPTOP)["cache"][0] is Status.WARNING
+
+
 def test_a_folder_of_nvshmem_is_looked_through(tmp_path):
     assert missing_of_nvshmem(tmp_path) == [
         "include/nvshmem.h", "lib/libnvshmem_host.so", "lib/libnvshmem_device.a"

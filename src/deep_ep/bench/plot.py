@@ -27,7 +27,7 @@ def draw(records: list[Record], title: str, path: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 5.2), layout="constrained")
+    figure = Figure(figsize=(12, 5.8), layout="constrained")
     FigureCanvasAgg(figure)
     latency, bandwidth = figure.subplots(1, 2)
     kinds = _kinds(records)
@@ -38,7 +38,8 @@ def draw(records: list[Record], title: str, path: str) -> None:
             if not points:
                 continue
             num_bytes, us = zip(*points, strict=True)
-            style = {"color": colour, "linestyle": line, "marker": marker, "markersize": 5}
+            fill = "white" if call.startswith("torch") else colour
+            style = {"color": colour, "linestyle": line, "marker": marker, "markersize": 6, "markerfacecolor": fill}
             name = f"{label}, {kind}" if len(kinds) > 1 else label
             latency.plot(num_bytes, us, label=name, **style)
             bandwidth.plot(num_bytes, [b / t / 1e3 for b, t in points], label=name, **style)
@@ -47,7 +48,7 @@ def draw(records: list[Record], title: str, path: str) -> None:
         axes.xaxis.set_major_formatter(_format_bytes)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
         axes.grid(visible=True, which="both", alpha=0.2)
-    latency.legend(fontsize="small")
+    figure.legend(*latency.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
     figure.suptitle(title)
     figure.savefig(path, dpi=130)
 

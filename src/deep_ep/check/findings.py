@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ def judge(machine: Machine) -> list[Finding]:
         *_gpus(machine),
         *_host(machine),
         *_network(machine),
+        _cache(Path(env.CACHE_DIR.get()).expanduser()),
         _nvshmem(env.NVSHMEM_DIR.get()),
         *_environment(),
     ]
@@ -262,6 +264,19 @@ def _host(machine: Machine) -> Iterator[Finding]:
         recommended=str(_BEST_FILES),
         status=Status.OK if is_best else Status.WARNING if machine.num_files >= _MIN_FILES else Status.PROBLEM,
         advice="" if is_best else f"Run `ulimit -n {_BEST_FILES}` before the program.",
+    )
+
+
+def _cache(folder: Path) -> Finding:
+    """Kernels and tunings are kept there; without it every start compiles anew."""
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    is_writable = os.access(nearest, os.W_OK)
+    return Finding(
+        name="cache",
+        found=f"{folder}, {'can' if is_writable else 'cannot'} be written",
+        recommended="a folder that ranks share",
+        status=Status.OK if is_writable else Status.WARNING,
+        advice="" if is_writable else "Set DEEP_EP_CACHE_DIR to a folder that can be written: kernels are kept there.",
     )
 
 
