@@ -40,7 +40,7 @@ from deep_ep.low_latency import LowLatencyCalls
 from deep_ep.memory.control import Control
 from deep_ep.memory.rendezvous import Rendezvous
 from deep_ep.streams import CpuStreams, CudaStreams, Event
-from deep_ep.topology import discover
+from deep_ep.topology import count_network_cards, discover
 from deep_ep.tuning import GpuTuning, next_power_of_two
 from deep_ep.warmup import Shapes, timed_start_up
 
@@ -65,7 +65,7 @@ class Buffer(LowLatencyCalls):
         num_nvl_bytes: Bytes of shared memory that this rank brings for exchange inside a host. It is touched at once.
             A call that needs more makes all ranks map more, so 0 is a fine value.
         num_rdma_bytes: Bytes that this rank keeps for messages between hosts; not used inside one host. A call that
-            needs more takes more. 0 takes DEEP_EP_RDMA_BUFFER_SIZE, or what the first calls need.
+            needs more takes more. 0 takes DEEP_EP_RDMA_BUFFER_SIZE, or the profile's.
         low_latency_mode: Whether low-latency calls will be made.
         num_qps_per_rank: Connections per peer for exchange between hosts.
         allow_nvlink_for_low_latency_mode: Kept for programs that pass it; the path to each peer is chosen by where the
@@ -226,7 +226,10 @@ class Buffer(LowLatencyCalls):
                 f"{self.topology.num_hosts}: {hosts}",
                 hint="pass a group of one host's ranks, or allow the network with use_rdma=None",
             )
-        num_wire_bytes = int(self.num_rdma_bytes) or env.RDMA_BUFFER_SIZE.get()
+        warning = self.profile.warning_of(self.topology.num_hosts - 1, count_network_cards())
+        if warning and self.topology.local_index[self.rank] == 0:
+            logger.warning("rank %d: %s", self.rank, warning)
+        num_wire_bytes = int(self.num_rdma_bytes) or env.RDMA_BUFFER_SIZE.get() or self.profile.num_rdma_bytes
         tuning = NetworkTuning(num_chunks=self.profile.num_chunks)
         return NetworkEngine(rendezvous, self.topology, int(self.num_nvl_bytes), num_wire_bytes, timeout_s, tuning)
 

@@ -181,8 +181,6 @@ class ClusterProfile:
         num_rdma_bytes: Network buffer of a group that spans hosts.
         num_chunks: Parts that an exchange between hosts is cut into, so that passing on overlaps the network.
         timeout_s: How long a call waits for a peer.
-        ib_timeout: How long an InfiniBand or RoCE card waits for an answer before it sends again: 4.096 us * 2**n.
-        ib_retry_count: How often it sends again.
     """
 
     name: str
@@ -192,8 +190,6 @@ class ClusterProfile:
     num_rdma_bytes: int
     num_chunks: int
     timeout_s: float
-    ib_timeout: int
-    ib_retry_count: int
 
     @staticmethod
     def of(choice: ClusterProfile | str | None, num_ranks: int) -> ClusterProfile:
@@ -233,11 +229,11 @@ class ClusterProfile:
         )
 
 
-# name, most ranks, nvl peers, qps per rank, rdma bytes, chunks, timeout_s, ib_timeout, ib_retry_count
+# name, most ranks, nvl peers, qps per rank, rdma bytes, chunks, timeout_s
 _PROFILE_TABLE = (
-    ("small", 8, 8, 2, 256 << 20, 4, 100.0, 20, 7),
-    ("medium", 64, 12, 3, 512 << 20, 8, 150.0, 21, 7),
-    ("large", 1 << 31, 16, 4, 1 << 30, 16, 300.0, 22, 7),
+    ("small", 8, 8, 2, 256 << 20, 4, 100.0),
+    ("medium", 64, 12, 3, 512 << 20, 8, 150.0),
+    ("large", 1 << 31, 16, 4, 1 << 30, 16, 300.0),
 )
 PROFILES = {row[0]: ClusterProfile(*row) for row in _PROFILE_TABLE}
 

@@ -101,7 +101,8 @@ RDMA_BUFFER_SIZE = EnvVar(
     _num_bytes,
     0,
     "a number of bytes, at least 0",
-    "What num_rdma_bytes is when a program leaves it at 0: bytes that a rank keeps for messages between hosts.",
+    "What num_rdma_bytes is when a program leaves it at 0: bytes that a rank keeps for messages between hosts; without "
+    "it 256, 512 or 1024 MiB for up to 8, up to 64 or more ranks.",
 )
 
 GLOO_SOCKET_IFNAME = EnvVar(

@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from pathlib import Path as FilePath
 from typing import Any
 
 import torch
@@ -137,6 +138,20 @@ class Topology:
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
         )
+
+
+def count_network_cards(devices: FilePath = FilePath("/sys/class")) -> int:
+    """Return how many InfiniBand and RoCE cards this host has, or else Ethernet cards; 0 if nobody can tell.
+
+    Args:
+        devices: Where the kernel lists them.
+    """
+    for kind, mark in (("infiniband", "."), ("net", "device")):
+        with contextlib.suppress(OSError):
+            found = [card for card in (devices / kind).iterdir() if (card / mark).exists()]
+            if found:
+                return len(found)
+    return 0
 
 
 def discover(rank: int, all_gather: AllGather, device: torch.device) -> Topology:

@@ -5,6 +5,7 @@ import logging
 import torch
 
 from deep_ep import Buffer
+from deep_ep.topology import count_network_cards
 from rank_pool import environment
 
 
@@ -29,20 +30,20 @@ def test_time_limit_is_of_the_argument_the_environment_or_the_profile(pool):
     assert pool.run(2, _read_time_limits) == [[100.0, 300.0, 7.0, 3.0]] * 2
 
 
-class _Growth(logging.Handler):
-    def __init__(self):
+class _Messages(logging.Handler):
+    def __init__(self, words="bytes of shared memory"):
         super().__init__()
-        self.messages = []
+        self.words, self.messages = words, []
 
     def emit(self, record):
-        if "bytes of shared memory" in record.getMessage():
+        if self.words in record.getMessage():
             self.messages.append(record.getMessage())
 
 
 def _send_all_to_one(rank, num_nvl_bytes):
     num_tokens, hidden, num_topk, num_experts = 33, 96, 3, 8
     buffer = Buffer(rank.group, num_nvl_bytes=num_nvl_bytes, device="cpu")
-    growth = _Growth()
+    growth = _Messages()
     logger = logging.getLogger("deep_ep")
     level = logger.level
     logger.addHandler(growth)
@@ -72,3 +73,43 @@ def test_a_buffer_of_the_hinted_size_never_grows(pool):
     hint = Buffer.get_buffer_size_hint(33, 96 * 2, 4, num_topk=3, num_scales=2)
     assert pool.run(4, _send_all_to_one, hint.num_nvl_bytes) == [0] * 4
     assert pool.run(4, _send_all_to_one, hint.num_nvl_bytes // 2 - 640)[0] > 0
+
+
+def _connect_hosts(rank, num_cards):
+    """Make buffers of ranks that each are a host; return what they keep for messages, and what is warned of."""
+    import deep_ep.buffer
+
+    count, deep_ep.buffer.count_network_cards = deep_ep.buffer.count_network_cards, lambda: num_cards
+    messages = _Messages("network cards")
+    logging.getLogger("deep_ep").addHandler(messages)
+    kept = []
+    for variable, arguments in (
+        ("", {}),
+        ("", {"profile": "medium"}),
+        ("3000000", {}),
+        ("3000000", {"num_rdma_bytes": 1 << 20}),
+    ):
+        with environment(DEEP_EP_NODE_ID=f"host-{rank.rank}", DEEP_EP_RDMA_BUFFER_SIZE=variable):
+            buffer = Buffer(rank.group, device="cpu", **arguments)
+        kept.append(buffer.runtime.staging.num_bytes)
+        num_chunks = buffer.runtime.tuning.num_chunks
+        assert num_chunks == buffer.profile.num_chunks
+        buffer.destroy()
+    deep_ep.buffer.count_network_cards = count
+    logging.getLogger("deep_ep").removeHandler(messages)
+    return [size >> 20 for size in kept], len(messages.messages)
+
+
+def test_between_hosts_a_profile_decides_buffers_chunks_and_a_warning(pool):
+    assert pool.run(3, _connect_hosts, 1) == [([256, 512, 2, 1], 0)] * 3
+    # Three network peers are more than two for one card.
+    assert pool.run(4, _connect_hosts, 1) == [([256, 512, 2, 1], 4)] * 4
+
+
+def test_network_cards_are_counted(tmp_path):
+    assert count_network_cards(tmp_path) == 0
+    for path in ("net/lo", "net/eth0/device", "net/eth1/device"):
+        (tmp_path / path).mkdir(parents=True)
+    assert count_network_cards(tmp_path) == 2
+    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
+    assert count_network_cards(tmp_path) == 1
