@@ -57,7 +57,7 @@ AWAITED = (
 AWAIT_ACK, AWAIT_TOKENS, AWAIT_COUNTS, AWAIT_ROWS, AWAIT_ROUTES, AWAIT_SUMS = range(6)
 
 PIECE_CHANNELS = 1024
-"""Most channels that a program of a combine takes at once; less with many top-k slots."""
+"""Most channels of a piece: those that go with one signal."""
 
 _ALIGNMENT_BYTES = 16
 
@@ -148,8 +148,7 @@ class CombineLayout:
     @property
     def piece_channels(self) -> int:
         """Return the channels of a piece, a power of two."""
-        topk = 1 << (max(self.num_topk, 1) - 1).bit_length()
-        return min(PIECE_CHANNELS, max(8192 // topk, 1), 1 << (max(self.hidden, 1) - 1).bit_length())
+        return min(PIECE_CHANNELS, 1 << (max(self.hidden, 1) - 1).bit_length())
 
     @property
     def num_pieces(self) -> int:

@@ -54,7 +54,6 @@ from deep_ep.shapes import ExchangeShape
 _SPINS_PER_SECOND = 4000
 """About as often as the interpreter can look at a signal."""
 _INTERPRETED_PROGRAMS = 24
-_SHARED_THREADS_PER_SM = 256
 
 
 class _Memory(Protocol):
@@ -398,9 +397,8 @@ class GpuLowLatencyEngine:
         num_sharing = sum(theirs == [mine] for theirs in self._all_gather([mine]))
         programs_per_sm = self.tuning.programs_per_sm
         if num_sharing > 1:
-            # Receivers of one rank must not keep senders of another from running, so all of them have to fit, at up to
-            # 255 registers a thread. A rank alone needs no such care: its senders start before its receivers.
-            programs_per_sm = min(programs_per_sm, _SHARED_THREADS_PER_SM // (32 * self.tuning.num_warps))
+            # Programs of several ranks that wait for each other leave room for whatever else those ranks launch.
+            programs_per_sm = max(programs_per_sm - 1, 1)
         return max(properties.multi_processor_count * programs_per_sm // num_sharing, 8)
 
     def _has_native_fp8(self) -> bool:
@@ -421,7 +419,13 @@ class GpuLowLatencyEngine:
         if plan is None:
             self._raise_if_too_many(shape)
             is_native = self._has_native_fp8()
-            plan = plan_dispatch(shape, request.row_format, kernels.type_of, has_native_fp8=is_native)
+            plan = plan_dispatch(
+                shape,
+                request.row_format,
+                kernels.type_of,
+                has_native_fp8=is_native,
+                programs_per_sm=self.tuning.programs_per_sm,
+            )
             self._dispatch_plans[key] = plan
         return plan
 
@@ -441,7 +445,9 @@ class GpuLowLatencyEngine:
         plan = self._combine_plans.get(key)
         if plan is None:
             self._raise_if_too_many(shape)
-            plan = self._combine_plans[key] = plan_combine(shape, wire_bits, _alignment(out), kernels.type_of)
+            plan = self._combine_plans[key] = plan_combine(
+                shape, wire_bits, _alignment(out), kernels.type_of, programs_per_sm=self.tuning.programs_per_sm
+            )
         return plan
 
     def _raise_if_too_many(self, shape: Shape) -> None:

@@ -30,7 +30,8 @@ class LowLatencyTuning:
 
     Attributes:
         num_warps: Warps per program.
-        programs_per_sm: Programs of a launch per streaming multiprocessor; so many must fit at once.
+        programs_per_sm: Programs per streaming multiprocessor, of the launches of all ranks that share it. They wait
+            for each other, so kernels are compiled with few enough registers that so many fit at once.
         wire_bits: Bits in which the sum of several rows travels: 32, 24 or 16. The error that this adds is at most
             2**-24, 2**-16 or 2**-8 of that sum; the result has one of 2**-8 from its own rounding.
     """
@@ -123,7 +124,12 @@ class CombinePlan:
 
 
 def plan_dispatch(
-    shape: Shape, row_format: RowFormat, type_of: Callable[[torch.dtype], object], *, has_native_fp8: bool
+    shape: Shape,
+    row_format: RowFormat,
+    type_of: Callable[[torch.dtype], object],
+    *,
+    has_native_fp8: bool,
+    programs_per_sm: int,
 ) -> DispatchPlan:
     """Work out what follows from the shapes of a dispatch."""
     is_fp8, is_packed = row_format is not RowFormat.BF16, row_format is RowFormat.FP8_UE8M0
@@ -158,11 +164,14 @@ def plan_dispatch(
         layout.slot_bytes,
         layout.scales_offset,
         layout.routes_offset,
+        programs_per_sm,
     )
     return DispatchPlan(layout, constants)
 
 
-def plan_combine(shape: Shape, wire_bits: int, out_align: int, type_of: Callable[[torch.dtype], object]) -> CombinePlan:
+def plan_combine(
+    shape: Shape, wire_bits: int, out_align: int, type_of: Callable[[torch.dtype], object], *, programs_per_sm: int
+) -> CombinePlan:
     """Work out what follows from the shapes of a combine."""
     layout = CombineLayout(shape.num_ranks, shape.num_max_tokens, shape.num_topk, shape.hidden, wire_bits)
     topk = next_power_of_two(max(shape.num_topk, 1))
@@ -183,6 +192,7 @@ def plan_combine(shape: Shape, wire_bits: int, out_align: int, type_of: Callable
         type_of(torch.int16 if wire_bits == 32 else torch.uint8),
         layout.slot_bytes,
         layout.low_offset // (2 if wire_bits == 32 else 1),
+        programs_per_sm,
     )
     return CombinePlan(layout, constants, -(-shape.hidden // columns))
 
@@ -205,8 +215,13 @@ def variants_of(
         row_alignment(torch.bfloat16, shape.hidden),
     )
     row_format = RowFormat.FP8 if shape.use_fp8 else RowFormat.BF16
-    dispatch = plan_dispatch(plan_shape, row_format, kernels.type_of, has_native_fp8=has_native_fp8)
-    combine = plan_combine(plan_shape, tuning.wire_bits, plan_shape.align, kernels.type_of)
+    programs_per_sm = tuning.programs_per_sm
+    dispatch = plan_dispatch(
+        plan_shape, row_format, kernels.type_of, has_native_fp8=has_native_fp8, programs_per_sm=programs_per_sm
+    )
+    combine = plan_combine(
+        plan_shape, tuning.wire_bits, plan_shape.align, kernels.type_of, programs_per_sm=programs_per_sm
+    )
     return [
         Variant(kernel, (*plan.constants, *halves), tuning.num_warps)
         for kernel, plan in (

@@ -19,6 +19,7 @@ from deep_ep.cuda_driver import LoadedKernel
 from deep_ep.errors import UnsupportedError
 from deep_ep.phases import phase
 
+_REGISTERS_PER_SM = 65536
 _loaded = {}
 _loading = {}
 _lock = threading.Lock()
@@ -100,6 +101,8 @@ def compile_for(kernel, constants, num_warps, capability):
         constexprs={(names.index(name),): value for name, value in values.items()},
     )
     options = {"num_warps": num_warps, "enable_fp_fusion": True}
+    if "PROGRAMS_PER_SM" in values:
+        options["maxnreg"] = min(_REGISTERS_PER_SM // (32 * num_warps * values["PROGRAMS_PER_SM"]) // 8 * 8, 255)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     metadata = compiled.metadata
     # Beside our arguments the code has parameters for scratch memory, which must be of no size.

@@ -42,7 +42,7 @@ import triton.language as tl
 
 from deep_ep import low_latency_layout
 from deep_ep.kernels.layout import first_expert, owner_of
-from deep_ep.kernels.signal import INTERPRET, add_one, deadline_of, post_all, wait_all, words_at
+from deep_ep.kernels.signal import INTERPRET, add_one, deadline_of, hear_all, tell_all, words_at
 
 ACKS = tl.constexpr(low_latency_layout.ACKS)
 MAX_RANKS = tl.constexpr(low_latency_layout.MAX_RANKS)
@@ -77,7 +77,7 @@ def open_door(
     peer = tl.arange(0, RANKS).to(tl.int64)[None, :]
     done = tl.load(state + STATE_DONE + half)
     there = words_at(control, tl.where(peer < NUM_RANKS, peer, rank), ACKS + half * MAX_RANKS + rank)
-    post_all(there, done + 0 * peer, 0 * (half + peer), (peer + 0 * half) < NUM_RANKS)
+    tell_all(there, done + 0 * peer, 0 * (half + peer), (peer + 0 * half) < NUM_RANKS)
     tl.debug_barrier()
     if RECEIVES:
         # The next launch tells this, and it begins when all programs of this one have ended.
@@ -91,7 +91,7 @@ def wait_for_half(control, rank, launch, deadline, record, NUM_RANKS: tl.constex
     """Wait until every rank has finished the call before last, so that this half of its memory may be written."""
     peer = tl.arange(0, RANKS).to(tl.int64)
     words = words_at(control, rank, ACKS + (launch & 1) * MAX_RANKS + peer)
-    wait_all(words, launch - 2, AWAIT_ACK, peer, deadline, record, peer < NUM_RANKS, True)
+    hear_all(words, launch - 2, AWAIT_ACK, peer, deadline, record, peer < NUM_RANKS, True)
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def post_num_tokens(control, word, rank, launch, num_tokens, NUM_RANKS: tl.const
     """Tell all ranks how many tokens this one has."""
     peer = tl.arange(0, RANKS).to(tl.int64)
     there = words_at(control, tl.where(peer < NUM_RANKS, peer, rank), word + rank)
-    post_all(there, launch, peer * 0 + num_tokens, peer < NUM_RANKS)
+    tell_all(there, launch, peer * 0 + num_tokens, peer < NUM_RANKS)
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def wait_for_num_tokens(
     """Return how many tokens each rank has, `[RANKS]`; at most M, also after a wait that ran out."""
     peer = tl.arange(0, RANKS).to(tl.int64)
     words = words_at(control, rank, word + peer)
-    num_tokens = wait_all(words, launch, AWAIT_TOKENS, peer, deadline, record, peer < NUM_RANKS)
+    num_tokens = hear_all(words, launch, AWAIT_TOKENS, peer, deadline, record, peer < NUM_RANKS)
     return tl.minimum(num_tokens, num_max_tokens)
 
 

@@ -37,13 +37,14 @@ from deep_ep.kernels.low_latency import (
 )
 from deep_ep.kernels.quantize import from_bf16_bits, from_planes, round_to_bits
 from deep_ep.kernels.rows import inside
-from deep_ep.kernels.signal import kernel, pointer, post_all, wait_all, wait_one, words_at
+from deep_ep.kernels.signal import hear_all, kernel, pointer, post_all, tell_all, wait_all, wait_one, words_at
 
 AWAIT_TOKENS = tl.constexpr(low_latency_layout.AWAIT_TOKENS)
 AWAIT_ROUTES = tl.constexpr(low_latency_layout.AWAIT_ROUTES)
 AWAIT_SUMS = tl.constexpr(low_latency_layout.AWAIT_SUMS)
 NOWHERE = tl.constexpr(0xFFFFFFFF)
 RANKS_AT_ONCE = tl.constexpr(8)
+SLOTS_AT_ONCE = tl.constexpr(8)
 
 
 @kernel
@@ -88,6 +89,7 @@ def combine_kernel(
     LOW: tl.constexpr,
     SLOT_BYTES: tl.constexpr,
     LOW_OFFSET: tl.constexpr,
+    PROGRAMS_PER_SM: tl.constexpr,
     SENDS: tl.constexpr,
     RECEIVES: tl.constexpr,
 ):
@@ -129,7 +131,7 @@ def combine_kernel(
                     _send_sum(
                         x, layout_range, control, word + routes, word + sums, data, src, token, share, num_shares,
                         rank, launch, num_max_tokens, num_topk, num_own, deadline, record,
-                        NUM_RANKS, HIDDEN, TOPK, ALIGN, PIECE, PIECES, LOW_BITS, LOW, SLOT_BYTES, LOW_OFFSET,
+                        NUM_RANKS, HIDDEN, TOPK, TOPK if TOPK < SLOTS_AT_ONCE else SLOTS_AT_ONCE, ALIGN, PIECE, PIECES, LOW_BITS, LOW, SLOT_BYTES, LOW_OFFSET,
                     )  # fmt: skip
 
     if RECEIVES:
@@ -166,7 +168,7 @@ def _announce(
     owner_of_word = tl.where(peer < NUM_RANKS, peer, rank)[:, :, None]
     there = words_at(control, owner_of_word, words)
     wait_for_half(control, rank, launch, deadline, record, NUM_RANKS, RANKS)
-    post_all(there, launch, values, is_word & (values >= 0))
+    tell_all(there, launch, values, is_word & (values >= 0))
 
 
 @triton.jit
@@ -180,8 +182,8 @@ def _weights_of(topk_weights, token, num_topk, TOPK: tl.constexpr):
 def _send_sum(
     x, layout_range, control, routes, sums, data, src, token, share, num_shares, rank, launch, num_max_tokens,
     num_topk, num_own, deadline, record,
-    NUM_RANKS: tl.constexpr, HIDDEN: tl.constexpr, TOPK: tl.constexpr, ALIGN: tl.constexpr, PIECE: tl.constexpr,
-    PIECES: tl.constexpr, LOW_BITS: tl.constexpr, LOW: tl.constexpr, SLOT_BYTES: tl.constexpr,
+    NUM_RANKS: tl.constexpr, HIDDEN: tl.constexpr, TOPK: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr,
+    PIECE: tl.constexpr, PIECES: tl.constexpr, LOW_BITS: tl.constexpr, LOW: tl.constexpr, SLOT_BYTES: tl.constexpr,
     LOW_OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Add the rows that this rank has of a source's token, every `num_shares`-th piece, and send the sums there.
@@ -192,12 +194,10 @@ def _send_sum(
     there = tl.load(control + src) + data + (rank * num_max_tokens + token) * SLOT_BYTES
     here = tl.load(control + rank)
     slot = tl.arange(0, TOPK)
-    which = tl.arange(0, 2)[None, :]
-    words = routes + ((src * num_max_tokens + token) * num_topk + slot[:, None]) * 2 + which
-    mask = (slot < num_topk)[:, None] & (which >= 0)
-    who = src + 0 * words
-    arrived = wait_all(pointer(here + 8 * words, tl.int64), launch, AWAIT_ROUTES, who, deadline, record, mask)
-    route, weight = tl.split(arrived)
+    first = pointer(here + 8 * (routes + (src * num_max_tokens + token) * num_topk * 2), tl.int64)
+    mask = slot < num_topk
+    weight = hear_all(first + 2 * slot + 1, launch, AWAIT_ROUTES, src + 0 * slot, deadline, record, mask)
+    route = hear_all(first + 2 * slot, launch, AWAIT_ROUTES, src + 0 * slot, deadline, record, mask)
     # The second condition holds but after a wait that ran out.
     is_row = (slot < num_topk) & (route < num_own * num_max_tokens)
     num_slots = tl.sum(is_row.to(tl.int32), 0)
@@ -210,27 +210,69 @@ def _send_sum(
         row = local * num_rows + tl.minimum(begin + (route.to(tl.int32) % most).to(tl.int64), num_rows - 1)
         factor = tl.where(num_slots == 1, 1.0, weight.to(tl.int32).to(tl.float32, bitcast=True))
         factor = tl.where(is_row, factor, 0.0)
-        high_ptr = tl.multiple_of(there.to(tl.pointer_type(tl.int16)), 16)
-        x_ptr = tl.multiple_of(x.to(tl.pointer_type(tl.int16)), ALIGN) + row[:, None] * HIDDEN
+        begin_of_row = tl.where(is_row, row * HIDDEN, -1)
+        begins, factors = _slots_from(begin_of_row, factor, slot, 0, SLOTS)
         channel = share * PIECE + tl.arange(0, PIECE)
-        bits = tl.load(x_ptr + channel[None, :], mask=is_row[:, None] & (channel < HIDDEN)[None, :], other=0)
-        # A number that the compiler does not know: unrolled, this loop would run out of registers.
-        for _ in range(share * PIECE, HIDDEN, num_shares * PIECE):
+        # Two pieces at a time, so that enough loads are under way.
+        for _ in range(share * PIECE, HIDDEN, 2 * num_shares * PIECE):
             following = channel + num_shares * PIECE
-            is_following = is_row[:, None] & (following < HIDDEN)[None, :]
-            next_bits = tl.load(x_ptr + following[None, :], mask=is_following, other=0)
-            total = tl.sum(from_bf16_bits(bits) * factor[:, None], axis=0)
-            rounded = round_to_bits(total, LOW_BITS)
-            is_channel = inside(channel >= 0, channel, HIDDEN, PIECE)
-            tl.store(high_ptr + channel, (rounded >> LOW_BITS).to(tl.int16), mask=is_channel)
-            if LOW_BITS > 0:
-                low_ptr = tl.multiple_of(there.to(tl.pointer_type(LOW)), 16) + LOW_OFFSET
-                tl.store(low_ptr + channel, rounded.to(LOW), mask=is_channel & (num_slots + 0 * channel > 1))
-            bits, channel = next_bits, following
+            one, two = _add_rows(
+                tl.zeros([PIECE], tl.float32), tl.zeros([PIECE], tl.float32), x, begins, factors, channel, following,
+                HIDDEN, ALIGN, SLOTS,
+            )  # fmt: skip
+            for first_slot in range(SLOTS, TOPK, SLOTS):
+                others, weights = _slots_from(begin_of_row, factor, slot, first_slot, SLOTS)
+                one, two = _add_rows(one, two, x, others, weights, channel, following, HIDDEN, ALIGN, SLOTS)
+            _store_sums(there, one, channel, num_slots, HIDDEN, LOW_BITS, LOW, LOW_OFFSET)
+            _store_sums(there, two, following, num_slots, HIDDEN, LOW_BITS, LOW, LOW_OFFSET)
+            channel = following + num_shares * PIECE
         num_pieces: tl.constexpr = (HIDDEN + PIECE - 1) // PIECE
         piece = tl.arange(0, PIECES)
         flags = words_at(control, src, sums + (rank * num_max_tokens + token) * num_pieces + piece)
         post_all(flags, launch, num_slots + 0 * piece, (piece < num_pieces) & (piece % num_shares == share))
+
+
+@triton.jit
+def _slots_from(begin_of_row, factor, slot, first, SLOTS: tl.constexpr):
+    """Return, one by one, where the rows of `SLOTS` top-k slots begin, -1 for none, and what they weigh."""
+    begins, factors = (), ()
+    for k in tl.static_range(SLOTS):
+        begins = begins + (pick(begin_of_row, slot, first + k),)
+        factors = factors + (tl.sum(tl.where(slot == first + k, factor, 0.0), 0),)
+    return begins, factors
+
+
+@triton.jit
+def _add_rows(
+    one, two, x, begins, factors, channel, following, HIDDEN: tl.constexpr, ALIGN: tl.constexpr, SLOTS: tl.constexpr
+):
+    """Add the weighted rows of `SLOTS` top-k slots, in their order, to the sums of two pieces."""
+    # All loads before the first addition.
+    values = ()
+    for k in tl.static_range(SLOTS):
+        row_ptr = tl.multiple_of((x + 2 * begins[k]).to(tl.pointer_type(tl.int16)), ALIGN)
+        is_row = begins[k] + 0 * channel >= 0
+        of_one = tl.load(row_ptr + channel, mask=is_row & (channel < HIDDEN), other=0)
+        of_two = tl.load(row_ptr + following, mask=is_row & (following < HIDDEN), other=0)
+        values = values + ((of_one, of_two),)
+    for k in tl.static_range(SLOTS):
+        one += from_bf16_bits(values[k][0]) * factors[k]
+        two += from_bf16_bits(values[k][1]) * factors[k]
+    return one, two
+
+
+@triton.jit
+def _store_sums(
+    there, total, channel, num_slots,
+    HIDDEN: tl.constexpr, LOW_BITS: tl.constexpr, LOW: tl.constexpr, LOW_OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Store the sums of a piece in a slot, in the bits that they travel in."""
+    rounded = round_to_bits(total, LOW_BITS)
+    high_ptr = tl.multiple_of(there.to(tl.pointer_type(tl.int16)), 16)
+    tl.store(high_ptr + channel, (rounded >> LOW_BITS).to(tl.int16), mask=channel < HIDDEN)
+    if LOW_BITS > 0:
+        low_ptr = tl.multiple_of(there.to(tl.pointer_type(LOW)), 16) + LOW_OFFSET
+        tl.store(low_ptr + channel, rounded.to(LOW), mask=(channel < HIDDEN) & (num_slots + 0 * channel > 1))
 
 
 @triton.jit

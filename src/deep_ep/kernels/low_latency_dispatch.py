@@ -39,7 +39,7 @@ from deep_ep.kernels.low_latency import (
 )
 from deep_ep.kernels.quantize import from_bf16_bits, scales_of, to_fp8_bits
 from deep_ep.kernels.rows import inside, load_words
-from deep_ep.kernels.signal import kernel, pointer, post_all, wait_all, wait_one, words_at
+from deep_ep.kernels.signal import hear_all, kernel, pointer, post_all, tell_all, wait_one, words_at
 
 AWAIT_COUNTS = tl.constexpr(low_latency_layout.AWAIT_COUNTS)
 AWAIT_ROWS = tl.constexpr(low_latency_layout.AWAIT_ROWS)
@@ -97,6 +97,7 @@ def dispatch_kernel(
     SLOT_BYTES: tl.constexpr,
     SCALES_OFFSET: tl.constexpr,
     ROUTES_OFFSET: tl.constexpr,
+    PROGRAMS_PER_SM: tl.constexpr,
     SENDS: tl.constexpr,
     RECEIVES: tl.constexpr,
 ):
@@ -169,7 +170,7 @@ def _announce(
         named = tokens_naming(expert, topk_idx, num_tokens, num_topk, IDX, TOPK, EXPERTS_BLOCK, TOKENS)
         owner = tl.where(is_expert, owner_of(expert, num_experts, NUM_RANKS), rank)
         local = expert - first_expert(owner, num_experts, NUM_RANKS)
-        post_all(words_at(control, owner, counts + rank * num_local + local), launch, named, is_expert)
+        tell_all(words_at(control, owner, counts + rank * num_local + local), launch, named, is_expert)
 
 
 @triton.jit
@@ -249,7 +250,7 @@ def _keep_books(
         local = first + tl.arange(0, BLOCK).to(tl.int64)
         mask = (local < num_own)[:, None] & (src < NUM_RANKS)
         words = words_at(control, rank, counts + src * num_local + local[:, None])
-        num_rows = wait_all(words, launch, AWAIT_COUNTS, src + 0 * local[:, None], deadline, record, mask)
+        num_rows = hear_all(words, launch, AWAIT_COUNTS, src + 0 * local[:, None], deadline, record, mask)
         begins = tl.cumsum(num_rows, axis=1) - num_rows
         range_ptr = layout_range.to(tl.pointer_type(tl.int64)) + local[:, None] * NUM_RANKS + src
         tl.store(range_ptr, (begins << 32) | num_rows, mask=mask)
@@ -289,7 +290,7 @@ def _receive_row(
         peer = tl.arange(0, RANKS).to(tl.int64)[None, :]
         is_before = (local >= 0)[:, None] & (peer < src)
         there = words_at(control, rank, counts + peer * num_local + tl.maximum(local, 0)[:, None])
-        num_before = wait_all(there, launch, AWAIT_COUNTS, peer + 0 * local[:, None], deadline, record, is_before)
+        num_before = hear_all(there, launch, AWAIT_COUNTS, peer + 0 * local[:, None], deadline, record, is_before)
         num_rows = num_max_tokens * NUM_RANKS
         row = tl.minimum(tl.sum(num_before, axis=1) + (route % most).to(tl.int64), num_rows - 1)
         for _ in range(0, ROW_WORDS, COLUMNS):
