@@ -197,6 +197,7 @@ class _Collector:
 _collector = _Collector()
 _num_buffers = 0
 _server: tuple[str, int] | None = None
+_server_pid = 0
 
 
 def serve_if_asked(buffer: Any) -> None:
@@ -222,13 +223,15 @@ def serve(buffer: Any, port: int = 0, address: str = LOCALHOST) -> tuple[str, in
         MissingExtraError: If prometheus-client is not installed.
         ConfigError: If the port cannot be had, or the server listens elsewhere already.
     """
-    global _num_buffers, _server
+    global _num_buffers, _server, _server_pid
     extras.require("monitor")
+    if _server_pid != os.getpid():
+        _server = None  # a fork has no threads of its parent, so no server either
     if buffer not in _collector.buffers:
         _collector.buffers[buffer] = BufferMetrics(buffer, _num_buffers, torch.device(buffer.runtime.device))
         _num_buffers += 1
     if _server is None:
-        _server = _start_server(address, port)
+        _server, _server_pid = _start_server(address, port), os.getpid()
         _register(*_server)
     elif port not in (0, _server[1]):
         raise ConfigError(f"port must be 0 or {_server[1]}, where this process serves its metrics already, got {port}")

@@ -7,12 +7,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from deep_ep import Buffer, trace
+from deep_ep import Buffer, metrics, trace
 from deep_ep.cli import cli
 from deep_ep.errors import ConfigError
 from deep_ep.trace.clocks import DeviceClock, offset_to_first_rank
 from deep_ep.trace.picture import make_figure
 from deep_ep.trace.timeline import Kind, Span, Timeline
+from rank_pool import FreshRanks, PerRank
 
 NUM_EXPERTS = 8
 NORMAL = ["get_dispatch_layout", "dispatch", "combine"]
@@ -125,6 +126,29 @@ def test_the_picture_has_a_row_for_every_lane_and_draws_the_last_steps(timeline,
     timeline.save_picture(tmp_path / "trace.png", steps=[1])
     assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
     make_figure(Timeline(num_ranks=2, device="cpu", spans=()))
+
+
+def record_hosts(rank):
+    buffer = Buffer(rank.group, low_latency_mode=True, device="cpu")
+    metrics.serve(buffer)
+    with trace.record(buffer) as recorder, recorder.step():
+        step(buffer, recorder)
+    timeline = recorder.timeline()
+    waits = [span for span in timeline.spans if span.kind == Kind.WAIT]
+    assert all(len(span.waits_us) == rank.num_ranks for span in waits)
+    hosts = buffer.topology.hosts
+    assert len(hosts) == 2
+    for span in waits:
+        awaited = {peer for peer, waited_us in enumerate(span.waits_us) if waited_us}
+        assert any({span.rank} | awaited <= set(ranks) for ranks in hosts)
+    buffer.destroy()
+    return [[s.name for s in timeline.spans if (s.rank, s.kind) == (r, Kind.CALL)] for r in range(rank.num_ranks)]
+
+
+def test_ranks_of_several_hosts_are_recorded(tmp_path):
+    env = PerRank({"DEEP_EP_NODE_ID": host, "TMPDIR": str(tmp_path)} for host in ("a", "b", "b"))
+    with FreshRanks(3, record_hosts, env=env) as ranks:
+        assert ranks.results() == [[NORMAL + LOW_LATENCY] * 3] * 3
 
 
 def test_a_timeline_before_the_end_is_refused(pool):
