@@ -81,7 +81,7 @@ fi
 # Not from here, where python would import what is not installed.
 cd "${TMPDIR:-/tmp}"
 if [ -n "$cuda_arch" ]; then
-    printf 'Compiling kernels for %s.\n' "$cuda_arch"
+    printf 'Compiling kernels for %s; with few cores this takes minutes.\n' "$cuda_arch"
     TORCH_CUDA_ARCH_LIST=$cuda_arch "$python" -m deep_ep warm ||
         give_up "kernels could not be compiled ahead of time." "leave --cuda-arch out; kernels are then compiled when they are first used" 1
 fi

@@ -112,7 +112,7 @@ def command(
             return
     else:
         num_ranks = num_ranks or (2 if device == "cpu" else max(len(machine.gpus), 1))
-        screen.note(f"Bringing up {num_ranks} ranks on {machine.device}.")
+        screen.note(f"Bringing up {num_ranks} {'rank' if num_ranks == 1 else 'ranks'} on {machine.device}.")
         with screen.progress("cases", len(cases)) as advance:
             run_ranks(
                 num_ranks,
@@ -232,4 +232,6 @@ def _us(us: float) -> str:
 def _title(records: list[Record], told: dict[str, Any]) -> str:
     kind = "GPU" if records[0]["device"] == "cuda" else "CPU"
     version = f" {told['deep_ep']}" if told["deep_ep"] else ""
-    return f"deep_ep{version}, {records[0]['num_ranks']} {kind} ranks on {told['machine']}, torch {told['torch']}"
+    num_ranks = records[0]["num_ranks"]
+    ranks = f"{num_ranks} {kind} rank{'' if num_ranks == 1 else 's'}"
+    return f"deep_ep{version}, {ranks} on {told['machine']}, torch {told['torch']}"

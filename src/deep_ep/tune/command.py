@@ -64,7 +64,7 @@ def command(
     cases = [CASES[word] for word in names or DEFAULT_CASES[device]]
     num_ranks = num_ranks or (2 if device == "cpu" else torch.cuda.device_count())
     kinds = list(dict.fromkeys(kind_of(case, device) for case in cases))
-    screen.note(f"Bringing up {num_ranks} ranks on {name}.")
+    screen.note(f"Bringing up {num_ranks} {'rank' if num_ranks == 1 else 'ranks'} on {name}.")
     num_trials = sum(len(values) for kind in kinds for values in SPACES[kind].values())
     with screen.progress("candidates", num_trials) as advance:
 
