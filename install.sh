@@ -38,7 +38,8 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-for arch in $(printf '%s' "$cuda_arch" | tr ',;' '  '); do
+cuda_arch=$(printf '%s' "$cuda_arch" | tr ',' ';')
+for arch in $(printf '%s' "$cuda_arch" | tr ';' ' '); do
     case $arch in
         [0-9].[0-9] | [0-9][0-9].[0-9] | [0-9].[0-9][a-z] | [0-9][0-9].[0-9][a-z]) ;;
         *) give_up "--cuda-arch is a list of compute capabilities like 9.0 or '8.0;9.0', got $cuda_arch." "see ./install.sh --help" ;;
