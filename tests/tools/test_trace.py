@@ -12,6 +12,7 @@ from deep_ep.cli import cli
 from deep_ep.errors import ConfigError
 from deep_ep.trace.clocks import DeviceClock, offset_to_first_rank
 from deep_ep.trace.picture import make_figure
+from deep_ep.trace.record import _spread_flights
 from deep_ep.trace.timeline import Kind, Span, Timeline
 from rank_pool import FreshRanks, PerRank
 
@@ -163,6 +164,13 @@ def ask_too_early(rank):
 
 def span(lane, kind, name, start_us, end_us, **fields):
     return Span(rank=0, lane=lane, kind=kind, name=name, step=0, start_us=start_us, end_us=end_us, **fields)
+
+
+def test_exchanges_in_flight_at_once_have_lanes_of_their_own():
+    times = [(0, 10), (5, 20), (10, 12), (15, 18)]
+    flights = [span("in flight", Kind.IN_FLIGHT, "low_latency_dispatch", *time) for time in times]
+    lanes = [flight.lane for flight in _spread_flights(flights)]
+    assert lanes == ["in flight", "in flight 2", "in flight", "in flight"]
 
 
 def test_overlap_is_counted_once():

@@ -98,6 +98,7 @@ class Recorder:
         for exchanger in _exchangers(self._buffer):
             exchanger.control.observe_waits(None)
         self._in_flight.clear()
+        self._spans = _spread_flights(self._spans)
         if self._clock is not None:
             torch.cuda.synchronize(self._device)
             self._clock.stop()
@@ -228,6 +229,21 @@ class Recorder:
     def _stream(self) -> str:
         stream = torch.cuda.current_stream(self._device).cuda_stream
         return self._streams.setdefault(stream, f"stream: {len(self._streams)}")
+
+
+def _spread_flights(spans: list[Span]) -> list[Span]:
+    """Give what is in flight at the same time lanes of its own: spans of a lane must not cross."""
+    lane_ends: list[float] = []
+    spread = []
+    for span in sorted(spans, key=lambda span: span.start_us):
+        if span.kind == Kind.IN_FLIGHT:
+            free = [lane for lane, end_us in enumerate(lane_ends) if end_us <= span.start_us]
+            lane = free[0] if free else len(lane_ends)
+            lane_ends[lane : lane + 1] = [span.end_us]
+            spread.append(replace(span, lane=f"{span.lane} {lane + 1}" if lane else span.lane))
+        else:
+            spread.append(span)
+    return spread
 
 
 def _on_host(span: _OnDevice, clock: DeviceClock, rank: int) -> Span:

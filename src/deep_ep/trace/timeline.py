@@ -104,7 +104,7 @@ class Timeline:
     def lanes(self, rank: int) -> list[str]:
         """Return the lanes of a rank: the host's first, then its streams, then what is in flight."""
         found = dict.fromkeys(span.lane for span in self.spans if span.rank == rank)
-        return sorted(found, key=lambda lane: (lane == "in flight", not lane.startswith("host"), lane))
+        return sorted(found, key=lambda lane: (lane.startswith("in flight"), not lane.startswith("host"), lane))
 
     def of_steps(self, steps: Iterable[int]) -> Timeline:
         """Return the part of some steps."""
