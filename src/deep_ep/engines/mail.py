@@ -24,6 +24,7 @@ from torch import Tensor
 from deep_ep.errors import ConfigError, PeerTimeoutError
 from deep_ep.layout import align
 from deep_ep.memory.arena import Arena
+from deep_ep.memory.control import Control
 from deep_ep.memory.wire import NUM_TAGS, LostPeerError, Transfer, Wire
 
 MAX_LETTER_BYTES = 1 << 20
@@ -87,15 +88,13 @@ class Mail:
         staging: Memory for those that come.
         number: The number of the call, the same on all ranks.
         call: The call, in words.
-        announce_loss: Told which rank was lost and how, before a call fails because of it.
+        control: The ranks of this host: they are told which rank was lost and how, before a call fails because of it.
     """
 
-    def __init__(
-        self, wire: Wire, staging: Staging, number: int, call: str, announce_loss: Callable[[int, str], None]
-    ) -> None:
+    def __init__(self, wire: Wire, staging: Staging, number: int, call: str, control: Control) -> None:
         self._wire, self.staging, self.call = wire, staging, call
         self._number = number
-        self._announce_loss = announce_loss
+        self._control = control
         self._going: list[Transfer] = []
         self._deadline = wire.deadline()
 
@@ -169,8 +168,10 @@ class Mail:
         try:
             return operation()
         except PeerTimeoutError as error:
-            self._announce_loss(error.missing_ranks[0], str(error))
+            # A rank that does not send may itself wait for one that is lost, which a rank of this host may know of.
+            self._control.raise_if_lost(range(len(self._control.names)), self.call)
+            self._control.announce_loss(error.missing_ranks[0], str(error))
             raise
         except LostPeerError as error:
-            self._announce_loss(error.lost_rank, str(error))
+            self._control.announce_loss(error.lost_rank, str(error))
             raise

@@ -273,11 +273,16 @@ class NetworkEngine:
         self.wire.give_up(reason)
 
     def open_mail(self, header: Header) -> Mail:
-        """Return the messages of a new call."""
+        """Return the messages of a new call.
+
+        Raises:
+            DestroyedError: If a rank was lost in an earlier one.
+        """
+        self.exchanger.control.check_in_step()
         self.do_duties()
         self._num_calls += 1
         call = CALLS[header.call]
-        return Mail(self.wire, self.staging, self._num_calls, call, self.exchanger.control.announce_loss)
+        return Mail(self.wire, self.staging, self._num_calls, call, self.exchanger.control)
 
     def _offers(self, tokens: Sequence[Tensor], contents: _Contents) -> list[tuple[int, int]]:
         """Return how many tokens go to each host, in how many chunks."""

@@ -126,11 +126,7 @@ class Control:
         return everyone
 
     def _step_through(self, words: Sequence[int], call: str, awaited: str) -> list[list[int]]:
-        if self._failure is not None:
-            raise DestroyedError(
-                f"this buffer is out of step with its peers since: {self._failure}",
-                hint="destroy it on all ranks and make a new one",
-            )
+        self.check_in_step()
         step = self.step = self.step + 1
         begin = ControlLayout.area(step)
         end = begin + len(words)
@@ -237,6 +233,18 @@ class Control:
         lost = frozenset(r for r in absent if members is not None and members.was_masked_after(r, number))
         return sorted(absent - lost), lost
 
+    def check_in_step(self) -> None:
+        """Raise if an earlier step failed.
+
+        Raises:
+            DestroyedError: If one did.
+        """
+        if self._failure is not None:
+            raise DestroyedError(
+                f"this buffer is out of step with its peers since: {self._failure}",
+                hint="destroy it on all ranks and make a new one",
+            )
+
     def announce_loss(self, lost: int, reason: str) -> None:
         """Tell the peers that this rank has lost a rank of another host and will take part in nothing more.
 
@@ -330,17 +338,19 @@ class Control:
                 return missing
 
     def raise_if_lost(self, missing: Sequence[int], call: str) -> None:
-        """Raise if a rank that is awaited has itself lost a rank: then it will not come.
+        """Raise if a rank that is awaited has itself lost a rank: then it will not come. This rank does not count.
 
         Raises:
             PeerTimeoutError: With the lost rank as the missing one.
         """
         for peer in missing:
+            if peer == self.rank:
+                continue
             lost = self._blocks[peer][ControlLayout.LOST] - 1
             if lost >= 0:
                 name = self.names[peer]
                 message = (
-                    f"rank {self.names[self.rank]}: rank {name}, which is awaited in {call}, has lost rank {lost}, "
+                    f"rank {self.names[self.rank]}: rank {name}, which takes part in this {call}, has lost rank {lost}, "
                     f"on another host, and given up"
                 )
                 self._failure = message

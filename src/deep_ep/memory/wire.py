@@ -90,7 +90,7 @@ class Wire:
         except RuntimeError as error:
             raise UnsupportedError(
                 f"rank {self.rank} on host {host_names[self.rank]} cannot connect to the ranks of other hosts over "
-                f"{describe_interface()}: {_first_line(error)}",
+                f"{describe_interface()}: {_first_sentence(error)}",
                 hint=f"set {env.GLOO_SOCKET_IFNAME.name} on every host to the interface that reaches the others",
             ) from None
 
@@ -172,7 +172,7 @@ class Wire:
             ) from error
         message = (
             f"rank {self.rank}: the connection to rank {peer} on host {self.host_names[peer]} is gone, {where}, "
-            f"while it was to carry {transfer.what} in {call} ({_first_line(error)})"
+            f"while it was to carry {transfer.what} in {call} ({_first_sentence(error)})"
         )
         self._failure = message
         raise LostPeerError(
@@ -226,6 +226,7 @@ def _interface_of_host_name() -> str:
     return address
 
 
-def _first_line(error: BaseException) -> str:
+def _first_sentence(error: BaseException) -> str:
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return text[text.find("] ") + 2 :] if text.startswith("[") and "] " in text else text
+    text = text[text.find("] ") + 2 :] if text.startswith("[") and "] " in text else text
+    return text.split(". ")[0]
