@@ -153,7 +153,7 @@ def measure(hosts: TwoHosts, num_ranks: tuple[int, int]) -> dict:
     by_host = [ranks[: num_ranks[0]], ranks[num_ranks[0] :]]
     lines = {}
     for call in ("dispatch", "cached dispatch", "combine", "flat all_to_all"):
-        worst = {"bytes_ratio": 0.0, "time_ratio": 0.0}
+        worst = {"bytes_ratio": 0.0, "time_ratio": 0.0, "host_tx_bytes": 0, "one_copy_bytes": 0}
         for host, other in (by_host, by_host[::-1]):
             # A combine returns a row for each token that came: what this host sends is what the other one sent.
             senders = other if call == "combine" else host
@@ -164,8 +164,8 @@ def measure(hosts: TwoHosts, num_ranks: tuple[int, int]) -> dict:
             worst = {
                 "bytes_ratio": max(worst["bytes_ratio"], sent / one_copy),
                 "time_ratio": max(worst["time_ratio"], elapsed_s / (one_copy * 8 / RATE_BITS_PER_S)),
-                "host_tx_bytes": max(worst.get("host_tx_bytes", 0), sent),
-                "one_copy_bytes": max(worst.get("one_copy_bytes", 0), one_copy),
+                "host_tx_bytes": worst["host_tx_bytes"] + sent,
+                "one_copy_bytes": worst["one_copy_bytes"] + one_copy,
                 "s": elapsed_s,
             }
         lines[call] = worst

@@ -350,8 +350,8 @@ class Control:
             if lost >= 0:
                 name = self.names[peer]
                 message = (
-                    f"rank {self.names[self.rank]}: rank {name}, which takes part in this {call}, has lost rank {lost}, "
-                    f"on another host, and given up"
+                    f"rank {self.names[self.rank]}: rank {name}, which takes part in this {call}, has lost rank {lost} "
+                    f"on another host and given up"
                 )
                 self._failure = message
                 raise PeerTimeoutError(message, [lost], hint=f"the error on rank {name} tells how it was lost")
