@@ -31,8 +31,8 @@ def test_both_modes_are_as_specified_on_uneven_hosts(hosts):
 
 
 def test_a_killed_rank_is_named_by_every_survivor_in_time(hosts):
-    suffer(hosts, (2, 2), "kill")
+    suffer(hosts, (2, 2), "kill", slack_s=40.0)
 
 
 def test_a_cut_cable_is_told_by_every_rank_in_time(hosts):
-    suffer(hosts, (2, 1), "link")
+    suffer(hosts, (2, 1), "link", slack_s=40.0)

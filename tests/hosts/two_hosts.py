@@ -180,8 +180,13 @@ def measure(hosts: TwoHosts, num_ranks: tuple[int, int]) -> dict:
     }
 
 
-def suffer(hosts: TwoHosts, num_ranks: tuple[int, int], harm: str, timeout_s: float = 4.0) -> dict:
-    """Kill a rank, or cut the cable, in the middle of exchanges; return what each survivor raised, and when."""
+def suffer(
+    hosts: TwoHosts, num_ranks: tuple[int, int], harm: str, timeout_s: float = 4.0, slack_s: float = 1.0
+) -> dict:
+    """Kill a rank, or cut the cable, in the middle of exchanges; return what each survivor raised, and when.
+
+    Beyond the time limit, `slack_s` may pass: a machine with more to do than cores is slow to tell.
+    """
     ranks = list(range(sum(num_ranks)))
     folder = hosts.start(num_ranks, "suffer", str(timeout_s))
     deadline = time.monotonic() + 60.0
@@ -201,8 +206,8 @@ def suffer(hosts: TwoHosts, num_ranks: tuple[int, int], harm: str, timeout_s: fl
     for rank, result in zip(ranks, results, strict=True):
         after_s = result["at_s"] - harmed_s
         survivors[rank] = {"after_s": after_s, **{key: result[key] for key in ("kind", "message", "again")}}
-        assert after_s < timeout_s + 1.0, f"rank {rank} raised after {after_s} s: {result}"
-        assert result["again_s"] < 1.0, result
+        assert after_s < timeout_s + slack_s, f"rank {rank} raised after {after_s} s: {result}"
+        assert result["again_s"] < slack_s, result
         host = 0 if rank < num_ranks[0] else 1
         others = list(range(num_ranks[0])) if host else list(range(num_ranks[0], sum(num_ranks)))
         text = result["message"]
