@@ -91,9 +91,12 @@ def expected_dispatch(case: Case, inputs: Inputs) -> list[reference.Received]:
     """Return what every rank must receive."""
     rows, scales = inputs.x, None
     if case.row_format is not RowFormat.BF16:
-        is_packed = case.row_format is RowFormat.FP8_UE8M0
-        is_rounded = case.row_format is not RowFormat.FP8
-        casts = [reference.cast_to_fp8(x, round_scale=is_rounded, use_ue8m0=is_packed) for x in inputs.x]
+        options = {
+            "round_scale": case.row_format is not RowFormat.FP8,
+            "use_ue8m0": case.row_format in (RowFormat.FP8_UE8M0, RowFormat.MXFP8),
+            "group_channels": 32 if case.row_format is RowFormat.MXFP8 else 128,
+        }
+        casts = [reference.cast_to_fp8(x, **options) for x in inputs.x]
         rows, scales = [cast.x for cast in casts], [cast.scales for cast in casts]
     return reference.dispatch(
         rows,

@@ -54,6 +54,8 @@ class LowLatencyCalls(WarmupCalls):
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
+        *,
+        use_mxfp8: bool = False,
     ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, tuple[Any, ...], EventOverlap, Hook | None]:
         """Send each token to its experts, into slots of fixed capacity.
 
@@ -73,10 +75,14 @@ class LowLatencyCalls(WarmupCalls):
             use_ue8m0: Return only their exponents, four in an int32; needs `round_scale`.
             async_finish: Return an event instead of making the current stream wait.
             return_recv_hook: Return a hook; rows have arrived once it has been called. Not with `async_finish`.
+            use_mxfp8: Cast rows to MXFP8: a scale for every 32 channels, a power of two of which only the exponent is
+                returned; `round_scale` and `use_ue8m0` are then as good as true.
 
         Returns:
             `recv_x` `[L, T, hidden]` bfloat16; with `use_fp8` a pair of float8_e4m3fn rows and scales `[L, T, hidden /
             128]` float32, or `[L, T, hidden / 512]` int32 with `use_ue8m0`, rounded up and with T innermost in memory.
+            With `use_mxfp8` the scales are `[L, T, hidden / 128]` int32: byte j of item i of a row, from the lowest, is
+            the exponent (plus 127) of channels 128 i + 32 j to 128 i + 32 j + 31.
             Of each expert the first `recv_count` rows are real, sorted by source rank, then by token.
             `recv_count` `[L]` int32; the handle for `low_latency_combine`; an event; and the hook, or None.
 
@@ -101,7 +107,7 @@ class LowLatencyCalls(WarmupCalls):
             topk_idx=checks.check_topk_idx(topk_idx, x.size(0), num_experts, device),
             num_max_tokens_per_rank=limit,
             num_experts=num_experts,
-            row_format=row_format(use_fp8, round_scale, use_ue8m0),
+            row_format=row_format(use_fp8, round_scale, use_ue8m0, use_mxfp8),
             recv_stats=self._recv_stats(
                 cumulative_local_expert_recv_stats, num_experts, x.size(1) * (1 if use_fp8 else 2)
             ),
@@ -349,12 +355,16 @@ def _check_flags(async_finish: bool, return_recv_hook: bool) -> None:
         raise ConfigError("async_finish and return_recv_hook must not both be true, got both")
 
 
-def row_format(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> RowFormat:
-    """Return the format that V1's three switches stand for.
+def row_format(use_fp8: bool, round_scale: bool, use_ue8m0: bool, use_mxfp8: bool = False) -> RowFormat:
+    """Return the format that V1's three switches, or our own one, stand for.
 
     Raises:
         ConfigError: If they contradict each other.
     """
+    if use_mxfp8:
+        if not use_fp8:
+            raise ConfigError("use_mxfp8=True needs use_fp8=True, got use_fp8=False")
+        return RowFormat.MXFP8
     if use_ue8m0 and not round_scale:
         raise ConfigError("use_ue8m0=True needs round_scale=True, got round_scale=False")
     if not use_fp8:

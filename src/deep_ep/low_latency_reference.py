@@ -50,10 +50,12 @@ class Received(NamedTuple):
     layout_range: Tensor
 
 
-def cast_to_fp8(x_TH: Tensor, *, round_scale: bool = False, use_ue8m0: bool = False) -> Cast:
-    """Cast finite bfloat16 rows to fp8, with a scale for each group of 128 channels.
+def cast_to_fp8(
+    x_TH: Tensor, *, round_scale: bool = False, use_ue8m0: bool = False, group_channels: int = GROUP_CHANNELS
+) -> Cast:
+    """Cast finite bfloat16 rows to fp8, with a scale for each group of 128 channels, or of 32 for MXFP8.
 
-    The last group is shorter if H is not a multiple of 128. With amax the largest absolute value of a group, but at
+    The last group is shorter if H is not a multiple of that. With amax the largest absolute value of a group, but at
     least 1e-4, everything in float32 with one rounding per operation:
 
     - a scale is amax * (1 / 448), and values are multiplied with 448 / amax;
@@ -70,10 +72,10 @@ def cast_to_fp8(x_TH: Tensor, *, round_scale: bool = False, use_ue8m0: bool = Fa
         (tensor([[ 448., -224.]]), tensor([[0.0156]]))
     """
     num_tokens, hidden = x_TH.shape
-    num_groups = -(-hidden // GROUP_CHANNELS)
-    padded = torch.zeros(num_tokens, num_groups * GROUP_CHANNELS)
+    num_groups = -(-hidden // group_channels)
+    padded = torch.zeros(num_tokens, num_groups * group_channels)
     padded[:, :hidden] = x_TH.float()
-    groups = padded.view(num_tokens, num_groups, GROUP_CHANNELS)
+    groups = padded.view(num_tokens, num_groups, group_channels)
     amax_TG = groups.abs().amax(dim=2).clamp(min=MIN_AMAX)
     scales_TG = amax_TG * torch.tensor(1.0 / MAX_FP8)
     factors_TG = torch.tensor(MAX_FP8) / amax_TG
@@ -81,18 +83,18 @@ def cast_to_fp8(x_TH: Tensor, *, round_scale: bool = False, use_ue8m0: bool = Fa
         exponents_TG = _ceil_log2(scales_TG)
         scales_TG, factors_TG = torch.exp2(exponents_TG), torch.exp2(-exponents_TG)
     values = (groups * factors_TG[:, :, None]).clamp(-MAX_FP8, MAX_FP8)
-    rows_TH = values.view(num_tokens, num_groups * GROUP_CHANNELS)[:, :hidden].to(torch.float8_e4m3fn)
+    rows_TH = values.view(num_tokens, num_groups * group_channels)[:, :hidden].to(torch.float8_e4m3fn)
     return Cast(rows_TH.contiguous(), _pack_exponents(scales_TG) if use_ue8m0 else scales_TG)
 
 
-def dequantize(cast: Cast) -> Tensor:
+def dequantize(cast: Cast, *, group_channels: int = GROUP_CHANNELS) -> Tensor:
     """Return the float32 `[T, H]` values that fp8 rows stand for."""
     num_tokens, hidden = cast.x.shape
     scales_TG = cast.scales
     if scales_TG.dtype == torch.int32:
         exponents = scales_TG.contiguous().view(torch.uint8).view(num_tokens, -1).int()
         scales_TG = (exponents << 23).view(torch.float32)
-    return cast.x.float() * scales_TG.repeat_interleave(GROUP_CHANNELS, dim=1)[:, :hidden]
+    return cast.x.float() * scales_TG.repeat_interleave(group_channels, dim=1)[:, :hidden]
 
 
 def dispatch(

@@ -44,6 +44,7 @@ _SWITCHES: dict[RowFormat, dict[str, Any]] = {
     RowFormat.FP8: {},
     RowFormat.FP8_ROUNDED: {"round_scale": True},
     RowFormat.FP8_UE8M0: {"round_scale": True, "use_ue8m0": True},
+    RowFormat.MXFP8: {"use_mxfp8": True},
 }
 
 # Where a handle of six and one of ten (between hosts) keep what the sizes of results follow from.

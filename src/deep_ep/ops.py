@@ -154,12 +154,13 @@ def low_latency_dispatch(
     use_fp8: bool = True,
     round_scale: bool = False,
     use_ue8m0: bool = False,
+    use_mxfp8: bool = False,
 ) -> LowLatencyDispatched:
     """Send each token to its experts, into slots of fixed capacity; without gradients.
 
     The arguments are those of `Buffer.low_latency_dispatch`.
     """
-    kind = row_format(use_fp8, round_scale, use_ue8m0)
+    kind = row_format(use_fp8, round_scale, use_ue8m0, use_mxfp8)
     recv_x, recv_scales, recv_count, src_info, layout_range = torch.ops.deep_ep.low_latency_dispatch(
         x, topk_idx, buffer.op_id, num_max_dispatch_tokens_per_rank, num_experts, str(kind)
     )

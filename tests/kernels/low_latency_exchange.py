@@ -28,6 +28,7 @@ CASES = [
     cases.Case(5, 128, 4, 7, RowFormat.FP8_UE8M0, has_empty_rank=True, idx_dtype=torch.int32),
     cases.Case(2, 130, 2, 4, RowFormat.FP8_ROUNDED, repeated=True, skewed=True),
     cases.Case(3, 7, 1, 3, masked=1.0),
+    cases.Case(4, 200, 3, 5, RowFormat.MXFP8),
 ]
 
 

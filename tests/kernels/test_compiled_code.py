@@ -10,11 +10,14 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
+import torch
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from deep_ep.kernels import combine, dispatch, layout
+from deep_ep.engines import low_latency_plans
+from deep_ep.engines.base import RowFormat
+from deep_ep.kernels import combine, dispatch, layout, low_latency_dispatch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -106,3 +109,16 @@ def test_counting_kernels_compile():
         compile_for(layout.count_tokens_kernel, (tl.int64, 128, 8), capability, num_warps=4)
         ptx = compile_for(layout.notify_kernel, (8, 8, 16, 256, 256), capability, num_warps=8).asm["ptx"]
         assert "ld.acquire.sys.global.b64" in ptx
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("row_format", [RowFormat.FP8, RowFormat.MXFP8])
+def test_low_latency_dispatch_casts_in_registers(capability, row_format, tmp_path):
+    """Also where 32 channels share a scale, rows are loaded 16 bytes at a time and none is spilled."""
+    types = {torch.int64: tl.int64, torch.int32: tl.int32, torch.int16: tl.int16, torch.uint8: tl.uint8}
+    shape = low_latency_plans.Shape(2, 7168, 8, 128, 256, torch.int64, 16)
+    plan = low_latency_plans.plan_dispatch(shape, row_format, types.__getitem__, has_native_fp8=capability > 80)
+    constants = (*plan.constants, True, False)
+    compiled = compile_for(low_latency_dispatch.dispatch_kernel, constants, capability, num_warps=4)
+    assert re.search(r"ld\.global[.\w]*\.v(2\.b64|4\.b32)", compiled.asm["ptx"])
+    assert num_stack_bytes(compiled, tmp_path) <= FEW_STACK_BYTES

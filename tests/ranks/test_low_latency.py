@@ -18,6 +18,7 @@ FORMATS = {
     "fp8": {},
     "fp8_rounded": {"round_scale": True},
     "fp8_ue8m0": {"round_scale": True, "use_ue8m0": True},
+    "mxfp8": {"use_mxfp8": True},
 }
 
 
@@ -99,6 +100,8 @@ def expect(case):
     inputs = [case.inputs(rank) for rank in range(case.num_ranks)]
     rows, scales = [x for x, _, _ in inputs], None
     flags = {name: value for name, value in FORMATS[case.row_format].items() if name != "use_fp8"}
+    if flags.pop("use_mxfp8", False):
+        flags = {"round_scale": True, "use_ue8m0": True, "group_channels": 32}
     if case.row_format != "bf16":
         casts = [reference.cast_to_fp8(x, **flags) for x in rows]
         rows, scales = [cast.x for cast in casts], [cast.scales for cast in casts]
@@ -155,11 +158,29 @@ def test_an_exchange_is_as_the_reference_says(pool, case, has_hooks):
     assert_as_reference(case, pool.run(case.num_ranks, exchange, case, has_hooks))
 
 
+@pytest.mark.parametrize("row_format", ["fp8_ue8m0", "mxfp8"])
 @pytest.mark.parametrize("hidden", [2688, 2880, 7168])
-def test_any_hidden_size_goes_without_padding(pool, hidden):
+def test_any_hidden_size_goes_without_padding(pool, hidden, row_format):
     """C2, C3, C8."""
-    case = Case((5, 9), hidden=hidden, row_format="fp8_ue8m0", routing="distinct")
+    case = Case((5, 9), hidden=hidden, row_format=row_format, routing="distinct")
     assert_as_reference(case, pool.run(2, exchange, case, False))
+
+
+def read_mxfp8(rank):
+    """Read one row by the documented layout: byte j of item i is the exponent of channels 128 i + 32 j and on."""
+    x = torch.tensor([[2.0**e] * 32 for e in (0, 3, -5, 8, 1)]).view(1, 160).bfloat16()
+    (data, scales), count, *_ = ll_buffer(rank).low_latency_dispatch(x, torch.tensor([[0]]), 1, 1, use_mxfp8=True)
+    assert count.tolist() == [1]
+    assert (data.shape, scales.shape, scales.dtype) == ((1, 1, 160), (1, 1, 2), torch.int32)
+    exponents = scales[0].contiguous().view(torch.uint8)[0]
+    # The least power of two not below 2 ** e / 448 is 2 ** (e - 8); missing channels have 0.
+    assert exponents.tolist() == [127 - 8, 127 - 5, 127 - 13, 127, 127 - 7, 0, 0, 0]
+    back = data[0].float().view(5, 32) * torch.exp2(exponents[:5].float() - 127)[:, None]
+    assert torch.equal(back.view(1, 160), x.float())
+
+
+def test_mxfp8_scales_lie_as_documented(pool):
+    pool.run(1, read_mxfp8)
 
 
 def change_shapes(rank, cases):
@@ -276,6 +297,7 @@ def test_statistics_are_added_and_zero_copy_takes_the_given_buffer(pool):
 
 REFUSED = {
     "too many tokens": (lambda a: a.update(num_max_dispatch_tokens_per_rank=3), "num_max_dispatch_tokens_per_rank = 3"),
+    "mxfp8 without fp8": (lambda a: a.update(use_mxfp8=True, use_fp8=False), "use_fp8"),
     "ue8m0 without round_scale": (lambda a: a.update(use_ue8m0=True), "round_scale"),
     "float rows": (lambda a: a.update(x=a["x"].float()), "bfloat16"),
     "hook and event": (lambda a: a.update(async_finish=True, return_recv_hook=True), "async_finish"),

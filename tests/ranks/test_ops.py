@@ -265,7 +265,7 @@ def check_operators(rank):
     check(operators.combine_with_weights.default, (y.detach(), received.topk_weights, handle, number))
     rows = torch.randn(4, 160).bfloat16()
     everywhere = torch.arange(NUM_EXPERTS).expand(4, -1).contiguous()
-    for row_format in ("bf16", "fp8", "fp8_rounded", "fp8_ue8m0"):
+    for row_format in ("bf16", "fp8", "fp8_rounded", "fp8_ue8m0", "mxfp8"):
         check(operators.low_latency_dispatch.default, (rows, everywhere, number, 4, NUM_EXPERTS, row_format))
     got = deep_ep.low_latency_dispatch(
         rows, everywhere, buffer, num_max_dispatch_tokens_per_rank=4, num_experts=NUM_EXPERTS, use_fp8=False

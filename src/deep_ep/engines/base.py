@@ -183,13 +183,25 @@ class RowFormat(StrEnum):
 
     With one of the fp8 formats the sender casts each run of 128 channels (the last may be shorter) with a scale of its
     own: `scale = amax / 448`, where amax is at least 1e-4. `FP8_ROUNDED` rounds scales up to powers of two, and
-    `FP8_UE8M0` sends only the exponents of those, four in an int32, the first channels in the lowest byte.
+    `FP8_UE8M0` sends only the exponents of those, four in an int32, the first channels in the lowest byte. `MXFP8` is
+    that with runs of 32 channels.
     """
 
     BF16 = "bf16"
     FP8 = "fp8"
     FP8_ROUNDED = "fp8_rounded"
     FP8_UE8M0 = "fp8_ue8m0"
+    MXFP8 = "mxfp8"
+
+    @property
+    def group_channels(self) -> int:
+        """Return how many channels share a scale."""
+        return 32 if self is RowFormat.MXFP8 else 128
+
+    @property
+    def is_packed(self) -> bool:
+        """Tell whether scales are exponents, four in an int32."""
+        return self in (RowFormat.FP8_UE8M0, RowFormat.MXFP8)
 
 
 class LowLatencyHandle(NamedTuple):

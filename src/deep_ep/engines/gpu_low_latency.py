@@ -136,7 +136,7 @@ class GpuLowLatencyEngine:
             recv_x = torch.empty(num_own, num_rows, hidden, dtype=dtype, device=device)
             recv_scales = None
             if plan.layout.num_scales:
-                dtype = torch.int32 if request.row_format is RowFormat.FP8_UE8M0 else torch.float32
+                dtype = torch.int32 if request.row_format.is_packed else torch.float32
                 recv_scales = torch.empty(num_own, plan.layout.num_scales, num_rows, dtype=dtype, device=device)
                 recv_scales = recv_scales.transpose(1, 2)
             src_info = torch.empty(num_own, num_rows, dtype=torch.int32, device=device)

@@ -17,7 +17,6 @@ from deep_ep.low_latency_layout import CombineLayout, DispatchLayout
 from deep_ep.shapes import ExchangeShape
 from deep_ep.tuning import next_power_of_two
 
-GROUP_CHANNELS = 128
 _TILE_VALUES = 8192
 """Values that a program of four warps holds in registers at a time."""
 _EXPERTS_BLOCK = 8
@@ -132,8 +131,8 @@ def plan_dispatch(
     programs_per_sm: int,
 ) -> DispatchPlan:
     """Work out what follows from the shapes of a dispatch."""
-    is_fp8, is_packed = row_format is not RowFormat.BF16, row_format is RowFormat.FP8_UE8M0
-    num_groups = -(-shape.hidden // GROUP_CHANNELS)
+    is_fp8, is_packed = row_format is not RowFormat.BF16, row_format.is_packed
+    num_groups = -(-shape.hidden // row_format.group_channels)
     num_scales = 0 if not is_fp8 else -(-num_groups // 4) if is_packed else num_groups
     row_bytes = shape.hidden if is_fp8 else 2 * shape.hidden
     layout = DispatchLayout(
@@ -146,7 +145,8 @@ def plan_dispatch(
         shape.num_ranks,
         next_power_of_two(shape.num_ranks),
         shape.hidden,
-        min(next_power_of_two(max(num_groups, 4)), _TILE_VALUES // GROUP_CHANNELS),
+        min(next_power_of_two(max(num_groups, 4)), _TILE_VALUES // row_format.group_channels),
+        row_format.group_channels,
         type_of(shape.idx_dtype),
         topk,
         _tokens_at_once(topk, topk),
@@ -157,7 +157,7 @@ def plan_dispatch(
         min(next_power_of_two(row_words), 4096),
         is_fp8,
         has_native_fp8,
-        row_format in (RowFormat.FP8_ROUNDED, RowFormat.FP8_UE8M0),
+        is_packed or row_format is RowFormat.FP8_ROUNDED,
         is_packed,
         num_scales,
         next_power_of_two(max(num_scales, 1)),

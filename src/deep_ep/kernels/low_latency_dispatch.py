@@ -80,6 +80,7 @@ def dispatch_kernel(
     RANKS: tl.constexpr,
     HIDDEN: tl.constexpr,
     GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
     IDX: tl.constexpr,
     TOPK: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -126,7 +127,7 @@ def dispatch_kernel(
             for token in range(program - first_sender, num_tokens, num_senders):
                 _send_row(
                     x, topk_idx, control, word + rows, data, token, rank, launch, num_max_tokens, num_topk, num_experts,
-                    deadline, record, NUM_RANKS, RANKS, HIDDEN, GROUPS, IDX, TOPK, TOKENS, ALIGN, FP8, NATIVE, ROUNDED,
+                    deadline, record, NUM_RANKS, RANKS, HIDDEN, GROUPS, GROUP, IDX, TOPK, TOKENS, ALIGN, FP8, NATIVE, ROUNDED,
                     PACKED, NUM_SCALES, SLOT_BYTES, SCALES_OFFSET, ROUTES_OFFSET,
                 )  # fmt: skip
 
@@ -176,8 +177,8 @@ def _announce(
 @triton.jit
 def _send_row(
     x, topk_idx, control, rows, data, token, rank, launch, num_max_tokens, num_topk, num_experts, deadline, record,
-    NUM_RANKS: tl.constexpr, RANKS: tl.constexpr, HIDDEN: tl.constexpr, GROUPS: tl.constexpr, IDX: tl.constexpr,
-    TOPK: tl.constexpr, TOKENS: tl.constexpr, ALIGN: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
+    NUM_RANKS: tl.constexpr, RANKS: tl.constexpr, HIDDEN: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    IDX: tl.constexpr, TOPK: tl.constexpr, TOKENS: tl.constexpr, ALIGN: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
     ROUNDED: tl.constexpr, PACKED: tl.constexpr, NUM_SCALES: tl.constexpr, SLOT_BYTES: tl.constexpr,
     SCALES_OFFSET: tl.constexpr, ROUTES_OFFSET: tl.constexpr,
 ):  # fmt: skip
@@ -186,7 +187,6 @@ def _send_row(
     All that can be known before anything is stored comes first: loads wait for each other where a store or a wait is
     between them.
     """
-    GROUP: tl.constexpr = 128
     group = tl.arange(0, GROUPS)
     channel = (group * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
     x_ptr = tl.multiple_of(x.to(tl.pointer_type(tl.int16)), ALIGN) + token * HIDDEN

@@ -45,7 +45,7 @@ def from_planes(high, low, LOW_BITS: tl.constexpr):
 
 @triton.jit
 def scales_of(values, ROUNDED: tl.constexpr):
-    """Return scales and factors `[G]` of groups `[G, 128]`."""
+    """Return scales and factors `[G]` of groups of channels, `[G, C]`."""
     amax = tl.maximum(tl.max(tl.abs(values), axis=1), MIN_AMAX)
     scale = amax * INVERSE_MAX_FP8
     if ROUNDED:
