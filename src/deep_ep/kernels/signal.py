@@ -299,16 +299,17 @@ def hear_all(ptrs, launch, what: tl.constexpr, peers, deadline, record, mask, AT
 
     A tensor of up to 32 words is held by each warp by itself, so warps may leave the loop at different times, each with
     words that have come. Larger ones are spread over warps, some of which may hold the same word, loaded at different
-    times: those are loaded once more after the loop, when all of them have come for all.
+    times: those are loaded once more after the loop, when all of them have come for all. There the loop has barriers, so
+    all warps leave it together: the time takes part in the same reduction as the words.
     """
     words = tl.load(ptrs, mask=mask, other=0, volatile=True)
     if INTERPRET:
         words = _spin(ptrs, launch, what, peers, deadline, record, mask, AT_LEAST, False)
     else:
-        is_waiting = _is_any_late(words, launch, mask, AT_LEAST) & (_now() < deadline)
+        is_waiting = _is_any_late(words, launch, mask & (_now() < deadline), AT_LEAST)
         while is_waiting:
             words = tl.load(ptrs, mask=mask, other=0, volatile=True)
-            is_waiting = _is_any_late(words, launch, mask, AT_LEAST) & (_now() < deadline)
+            is_waiting = _is_any_late(words, launch, mask & (_now() < deadline), AT_LEAST)
         if ptrs.numel > 32:
             tl.debug_barrier()
             words = tl.load(ptrs, mask=mask, other=0, volatile=True)
