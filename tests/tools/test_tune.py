@@ -81,6 +81,14 @@ def test_noise_does_not_win(monkeypatch):
     assert {trial.verdict for trial in outcome.trials} == {"noise"}
 
 
+def test_a_default_that_stays_has_one_time(monkeypatch):
+    # The same calls are faster the second time.
+    times = iter(float(us) for us in range(1000, 0, -1))
+    outcome, _ = search_among(monkeypatch, lambda *_: next(times), values=())
+    assert outcome.tuning == CpuTuning()
+    assert outcome.default_us == outcome.tuned_us
+
+
 def test_what_wins_once_and_not_again_is_not_kept(monkeypatch):
     # With the many calls of the end it turns out to be slower.
     outcome, _ = search_among(monkeypatch, lambda spin_us, n: (50.0 if n < 100 else 150.0) if spin_us == 2 else 100.0)

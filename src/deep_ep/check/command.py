@@ -120,9 +120,10 @@ def _show_tunings(screen: Screen, device: str, *, as_json: bool) -> None:
         if as_json:
             screen.record({"kind": "tuning", "device": device, "file": str(path), "entry": entry})
             continue
-        changed = ", ".join(f"{name}={value}" for name, value in entry.get("parameters", {}).items())
-        gain = f"{100 * (entry.get('gain', 1) - 1):.0f} % faster than the defaults when it was found"
-        screen.line(f"Tuning of {entry.get('num_ranks')} ranks: {entry.get('kind')}({changed}), {gain} ({path}).")
+        parameters = ", ".join(f"{name}={value}" for name, value in entry.get("parameters", {}).items())
+        gain = 100 * (entry.get("gain", 1) - 1)
+        words = f"{gain:.0f} % faster than the defaults when it was found" if gain > 0 else "nothing was found faster"
+        screen.line(f"Tuning of {entry.get('num_ranks')} ranks: {entry.get('kind')}({parameters}), {words} ({path}).")
     if not entries and not as_json:
         screen.line(f"Tuning: the defaults, as `deep-ep tune` has found nothing for {device}.")
 

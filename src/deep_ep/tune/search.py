@@ -147,7 +147,7 @@ def search(
     gain = 1 / _mean_ratio(times)
     if best != default and gain >= 1 + outcome.noise / 2 and _slowest_ratio(times) <= 1 + outcome.noise:
         outcome.tuning, outcome.gain = best, gain
-    pairs = times if outcome.tuning == best else [(default_us, default_us) for _, default_us in times]
+    pairs = times if outcome.tuning != default else [(default_us, default_us) for _, default_us in times]
     outcome.tuned_us, outcome.default_us = [t for t, _ in pairs], [d for _, d in pairs]
     return outcome
 
