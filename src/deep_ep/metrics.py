@@ -1,6 +1,6 @@
 """Metrics of the buffers of this process, for Prometheus: `serve(buffer)`, or DEEP_EP_METRICS=1 and no code at all.
 
-Counting costs a call about three microseconds, and nothing while nobody has asked for metrics; times are those that
+Counting costs a call three to four microseconds, and nothing while nobody has asked for metrics; times are those that
 `buffer.latency` takes anyway. All else happens when somebody reads, in a thread of the HTTP server.
 
 Every process serves its own buffers on a free port of 127.0.0.1, and writes where into a folder that only its user can
