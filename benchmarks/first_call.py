@@ -155,6 +155,7 @@ def main():
 
     def save():
         record["seconds"] = round(time.perf_counter() - begin, 1)
+        record["load_average"] = os.getloadavg()  # ranks that have no core to themselves show it in what is worst
         if args.json:
             Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
 

@@ -69,10 +69,10 @@ def _be_late(rank):
     _exchange(buffer)
     handler = _Messages()
     logging.getLogger("deep_ep").addHandler(handler)
-    buffer.latency.set_threshold_us("dispatch", 100_000)
+    buffer.latency.set_threshold_us("dispatch", 500_000)
     rank.meet("before the late call")
     if rank.rank == 2:
-        threading.Event().wait(0.3)  # what is tested is that somebody is late
+        threading.Event().wait(1.0)  # what is tested is that somebody is late
     _exchange(buffer)
     logging.getLogger("deep_ep").removeHandler(handler)
     waits_us = buffer.latency.peer_waits_us()
@@ -84,5 +84,5 @@ def test_a_late_peer_is_named(pool):
     results = pool.run(3, _be_late)
     for messages, waits_us in results[:2]:
         assert messages == ["it waited longest for rank 2"]
-        assert max(waits_us) == waits_us[2] > 100_000
+        assert max(waits_us) == waits_us[2] > 500_000
     assert results[2][0] == []
