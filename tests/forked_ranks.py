@@ -71,9 +71,14 @@ class ForkedRanks:
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> list[Outcome]:
         """Return how each rank ended; end those that have not when time is up."""
+        return [*self.wait_of(list(range(len(self.processes))), timeout_s).values()]
+
+    def wait_of(self, ranks: list[int], timeout_s: float = TIMEOUT_S) -> dict[int, Outcome]:
+        """Wait as `wait` does, for some of the ranks."""
         deadline = time.monotonic() + timeout_s
-        outcomes = []
-        for rank, process in enumerate(self.processes):
+        outcomes = {}
+        for rank in ranks:
+            process = self.processes[rank]
             process.join(max(deadline - time.monotonic(), 0.0))
             exit_code = process.exitcode
             if exit_code is None:
@@ -81,12 +86,10 @@ class ForkedRanks:
                 process.join()
             result = Path(self._folder.name) / f"{rank}.result"
             output = Path(self._folder.name) / f"{rank}.output"
-            outcomes.append(
-                Outcome(
-                    exit_code=exit_code,
-                    result=pickle.loads(result.read_bytes()) if result.exists() else None,
-                    output=output.read_text(errors="replace") if output.exists() else "",
-                )
+            outcomes[rank] = Outcome(
+                exit_code=exit_code,
+                result=pickle.loads(result.read_bytes()) if result.exists() else None,
+                output=output.read_text(errors="replace") if output.exists() else "",
             )
         return outcomes
 
