@@ -149,6 +149,16 @@ class Buffer(LowLatencyCalls):
         self.profile = ClusterProfile.of(profile, self.group_size)
         if timeout_s is None:
             timeout_s = env.TIMEOUT_S.get() or self.profile.timeout_s
+        rendezvous.timeout_s = timeout_s
+        checks.check_agreement(
+            self.rank,
+            rendezvous.all_gather,
+            {
+                "the version of deep_ep": checks.library_version(),
+                "low_latency_mode": int(low_latency_mode),
+                "enable_shrink": int(enable_shrink),
+            },
+        )
         self._device = _choose_device(device)
         self.topology = discover(self.rank, rendezvous.all_gather, self._device)
         if self.topology.num_hosts > 1 and self._device.type != "cpu":
@@ -261,6 +271,24 @@ class Buffer(LowLatencyCalls):
                 "rank %d: a buffer made with explicitly_destroy=True was dropped without destroy()", self.rank
             )
         self.destroy()
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set how long calls wait for a peer from now on, on this rank.
+
+        A CUDA graph keeps the limit that it was captured with.
+
+        Args:
+            timeout_s: Seconds.
+
+        Raises:
+            ConfigError: If it is not positive.
+        """
+        self._running()
+        if not timeout_s > 0:
+            raise ConfigError(f"timeout_s must be a positive number of seconds, got {timeout_s}")
+        for engine in (self._engine, self._low_latency):
+            if engine is not None:
+                engine.set_timeout(timeout_s)
 
     # Ranks that are gone
 

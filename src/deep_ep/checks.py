@@ -6,17 +6,58 @@ better arguments: its peers, which wait meanwhile, do not notice.
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
+
 import torch
 from torch import Tensor
 
 from deep_ep.engines import few
 from deep_ep.engines.base import Handle, Layout, LowLatencyHandle, NetworkHandle
 from deep_ep.engines.exchange import DTYPES
-from deep_ep.errors import ConfigError
+from deep_ep.errors import ConfigError, MismatchError
+from deep_ep.memory.rendezvous import AllGather
 from deep_ep.topology import Topology
 
 _IDX_DTYPES = (torch.int64, torch.int32)
 _SUM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_agreement(rank: int, all_gather: AllGather, settings: dict[str, int | str]) -> None:
+    """Compare settings that must be the same on all ranks.
+
+    Args:
+        rank: This rank.
+        all_gather: How ranks exchange integers.
+        settings: The settings by name: integers, or texts of which the first seven bytes count.
+
+    Raises:
+        MismatchError: If they differ.
+    """
+    words = [value if isinstance(value, int) else _pack(value) for value in settings.values()]
+    for peer, theirs in enumerate(all_gather(words)):
+        for (name, value), own_word, word in zip(settings.items(), words, theirs, strict=True):
+            if word != own_word:
+                other = word if isinstance(value, int) else _unpack(word)
+                raise MismatchError(
+                    f"the ranks disagree about {name}: it is {value} on rank {rank} and {other} on rank {peer}",
+                    hint="all ranks must run the same version and make the buffer with the same arguments",
+                )
+
+
+def library_version() -> str:
+    """Return the version that is installed, or that it is not: a checkout that is imported where it lies."""
+    try:
+        return version("deep-ep")
+    except PackageNotFoundError:
+        return "0.0.0"
+
+
+def _pack(text: str) -> int:
+    return int.from_bytes(text.encode()[:7].ljust(7, b"\0"))
+
+
+def _unpack(word: int) -> str:
+    return word.to_bytes(7).rstrip(b"\0").decode(errors="replace")
 
 
 def check_tensor(

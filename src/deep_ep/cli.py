@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "deep_ep.trace.command:command",
         "Record a layer of experts on all ranks; draw what overlaps and what waits.",
     ),
+    "waits": ("deep_ep.watchdog:command", "Show from the logs of all ranks who waited for whom."),
     "warm": ("deep_ep.warm:command", "Compile kernels ahead of time, with no GPU."),
 }
 """Of each command the module and the name in it, like `deep_ep.check:command`, and what it does."""

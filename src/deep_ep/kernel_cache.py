@@ -189,13 +189,26 @@ def _folder(name: str) -> Path | None:
 def _make_folder(root: str, name: str) -> Path | None:
     folder = Path(root).expanduser() / name
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        for path in (folder.parent, folder):
+            _refuse_if_others_can_write(path)
         if not os.access(folder, os.W_OK):
             raise PermissionError(f"{folder} cannot be written")
     except OSError as error:
         logger.warning("no kernel cache: %s; set DEEP_EP_CACHE_DIR to a folder that can be written", error)
         return None
     return folder
+
+
+def _refuse_if_others_can_write(folder: Path) -> None:
+    """Raise if somebody else could put code there for this process to run."""
+    status = folder.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise PermissionError(
+            f"{folder} belongs to user {status.st_uid} and has mode {status.st_mode & 0o777:o}, so that others can put "
+            f"code there; it must belong to user {os.geteuid()} and be writable by nobody else (chmod go-w)"
+        )
 
 
 @lru_cache(1)

@@ -19,7 +19,6 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 import ranks
-
 from forked_ranks import ForkedRanks
 
 LIMIT_S = 8.0
@@ -83,7 +82,9 @@ def check(fault: Fault, outcomes: dict, slack_s: float) -> list[str]:
         told = outcome.result or {}
         if fault.kind in UNNOTICED and told:
             trouble.append(f"rank {rank} was told {told}")
-        if fault.kind in NO_MEMORY and (told.get("error") != "CapacityError" or f"rank {fault.victim}" not in told["message"]):
+        if fault.kind in NO_MEMORY and (
+            told.get("error") != "CapacityError" or f"rank {fault.victim}" not in told["message"]
+        ):
             trouble.append(f"rank {rank} was told {told}, not that rank {fault.victim} has no memory")
         if fault.kind in REPORTED or fault.kind == "opposite order":
             others = [r for r in range(fault.num_ranks) if r != rank]

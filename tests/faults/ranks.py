@@ -1,4 +1,4 @@
-"""What ranks do while a fault is injected: random exchanges, every element compared, then the fault, then the report."""
+"""What ranks do while a fault is injected: random exchanges, every element compared, the fault, then the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of all kinds; `injection.py` is the program for many more, and what `benchmarks/results/faults.json` is from."""
+"""Faults of all kinds; `injection.py` is the program for many more."""
 
 import os
 

@@ -171,6 +171,9 @@ class Engine(Protocol):
     def combine(self, request: CombineRequest) -> tuple[Tensor, Tensor | None]:
         """Bring rows back and add them; return sums `[T, H]` and summed weights `[T, K]`."""
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Wait so long for a peer from now on."""
+
     def local_bytes(self) -> Tensor:
         """Return this rank's shared memory as a uint8 tensor."""
 
@@ -328,6 +331,9 @@ class LowLatencyEngine(Protocol):
 
     def combine(self, request: LowLatencyCombineRequest, *, split: bool) -> Pending[Tensor]:
         """Bring rows back and add them, weighted: `[T, H]` bfloat16; split in two halves, or as one."""
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Wait so long for a peer from now on."""
 
     def local_bytes(self) -> Tensor:
         """Return the memory that this rank's rows arrive in, as a uint8 tensor."""

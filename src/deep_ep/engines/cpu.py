@@ -171,6 +171,10 @@ class CpuEngine:
         """Mask a rank or take it in again, for normal and low-latency calls."""
         self.exchanger.mask(rank, is_masked=is_masked)
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Wait so long for a peer from now on."""
+        self.exchanger.control.timeout_s = timeout_s
+
     def local_bytes(self) -> Tensor:
         """Return the first segment of this rank's shared memory, as a uint8 tensor."""
         return self.exchanger.local_bytes()

@@ -155,6 +155,10 @@ class CpuLowLatencyEngine:
         masked = self._exchanger.masked()
         mask_status.copy_(torch.tensor([int(rank in masked) for rank in range(self.num_ranks)], dtype=torch.int32))
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Wait so long for a peer from now on."""
+        self._exchanger.control.timeout_s = timeout_s
+
     def local_bytes(self) -> Tensor:
         """Return the first segment of this rank's shared memory, which normal mode uses too."""
         return self._exchanger.local_bytes()

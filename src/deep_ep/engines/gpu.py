@@ -265,6 +265,11 @@ class GpuEngine:
         self._ensure_staging(StagingLayout(fp8_or_bf16 * shape.hidden, shape.num_topk, 8, shape.num_scales))
         self._ensure_staging(StagingLayout(2 * shape.hidden, shape.num_topk))
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Wait so long for a peer from now on."""
+        self.timeout_s = timeout_s
+        self._timeout = int(timeout_s * (_SPINS_PER_SECOND if self._is_interpreted else 1e9))
+
     def local_bytes(self) -> Tensor:
         """Return this rank's staging memory as a uint8 tensor."""
         self._running()

@@ -266,6 +266,11 @@ class GpuLowLatencyEngine:
         """Return how many bytes this rank shares now."""
         return 0 if self._memory is None else self._region.num_bytes
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Wait so long for a peer from now on."""
+        self.timeout_s = timeout_s
+        self._timeout = int(timeout_s * (_SPINS_PER_SECOND if self._is_interpreted else 1e9))
+
     def local_bytes(self) -> Tensor:
         """Return the slots of this rank as a uint8 tensor, for a program to look at or to fill; signals stay apart."""
         if self._memory is None:

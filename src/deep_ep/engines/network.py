@@ -249,6 +249,10 @@ class NetworkEngine:
         mail.wait_for_sends()
         return combined
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Wait so long for a peer from now on."""
+        self.exchanger.control.timeout_s = self.wire.timeout_s = timeout_s
+
     def local_bytes(self) -> Tensor:
         """Return the first segment of this rank's shared memory, as a uint8 tensor."""
         return self.exchanger.local_bytes()

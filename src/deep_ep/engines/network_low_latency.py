@@ -98,6 +98,9 @@ class NetworkLowLatencyEngine:
         arriving = _Combine(self, header, request)
         return self._pend(arriving.out, arriving.do_duty, arriving.finish, split)
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Nothing to set: the limit is the normal engine's."""
+
     def local_bytes(self) -> Tensor:
         """Return the first segment of this rank's shared memory, which normal mode uses too."""
         return self._network.local_bytes()

@@ -12,6 +12,7 @@ import socket
 import struct
 from array import array
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from deep_ep import env
-from deep_ep.errors import ConfigError
+from deep_ep.errors import ConfigError, PeerTimeoutError
 
 _SIOCGIFADDR = 0x8915
 
@@ -34,6 +35,7 @@ class Rendezvous:
         rank, num_ranks: This rank and the number of ranks.
         ranks: What to call each of them in messages.
         all_gather: How they exchange integers.
+        timeout_s: How long such an exchange may take; None leaves that to the group. (NCCL's own limit holds anyway.)
 
     Args:
         group: Any process group: Gloo or NCCL, a sub-group or the world.
@@ -51,11 +53,12 @@ class Rendezvous:
         self.all_gather: AllGather
         self.ranks: Sequence[int]
         self._group = group
+        self.timeout_s: float | None = None
         if group is not None:
             self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
             if self.rank < 0:
                 raise ConfigError("this process is not a member of the group it was given")
-            self.all_gather = _torch_all_gather(group)
+            self.all_gather = _torch_all_gather(group, self)
         else:
             self.rank, self.num_ranks = comm.Get_rank(), comm.Get_size()
             self.all_gather = _mpi_all_gather(comm)
@@ -99,7 +102,7 @@ def interface_address(name: str) -> str | None:
     return socket.inet_ntoa(reply[20:24])
 
 
-def _torch_all_gather(group: dist.ProcessGroup) -> AllGather:
+def _torch_all_gather(group: dist.ProcessGroup, rendezvous: Rendezvous) -> AllGather:
     # A backend config reads like "cpu:gloo,cuda:nccl".
     devices = [part.split(":")[0] for part in dist.get_backend_config(group).split(",")]
     device = "cpu" if "cpu" in devices else "cuda"
@@ -107,10 +110,27 @@ def _torch_all_gather(group: dist.ProcessGroup) -> AllGather:
     def all_gather(words: Sequence[int]) -> list[list[int]]:
         mine = torch.tensor(list(words), dtype=torch.int64, device=device)
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(everyone, mine, group=group)
+        if device == "cpu" and rendezvous.timeout_s is not None:
+            _wait_for(dist.all_gather(everyone, mine, group=group, async_op=True), rendezvous)
+        else:
+            dist.all_gather(everyone, mine, group=group)
         return [words.tolist() for words in everyone]
 
     return all_gather
+
+
+def _wait_for(work: Any, rendezvous: Rendezvous) -> None:
+    assert rendezvous.timeout_s is not None, "the caller has looked"
+    try:
+        work.wait(timedelta(seconds=rendezvous.timeout_s))
+    except RuntimeError as error:
+        reason = str(error).split(" Exception raised from")[0].strip()
+        raise PeerTimeoutError(
+            f"rank {rendezvous.rank}: not all of the {rendezvous.num_ranks} ranks came to make a buffer within "
+            f"{rendezvous.timeout_s} s, or one of them has ended ({reason})",
+            [],
+            hint="all ranks of the group must construct the buffer; the process group can hardly be used any more",
+        ) from error
 
 
 def _mpi_all_gather(comm: Any) -> AllGather:
