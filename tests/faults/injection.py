@@ -21,7 +21,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 import ranks
 from forked_ranks import ForkedRanks
 
-LIMIT_S = 8.0
+LIMIT_S = 15.0
 REPORTED = ("kill", "stop", "exception", "exit", "too late")
 """The survivors must name the victim."""
 UNNOTICED = ("late", "fork", "no destroy", "destroy at different times", "exit apart")

@@ -141,7 +141,7 @@ def come_late(limit_s: float, numbers: random.Random) -> None:
 
 
 def come_too_late(limit_s: float, numbers: random.Random) -> None:
-    time.sleep(3 * limit_s)
+    time.sleep(2 * limit_s)
 
 
 def fork(limit_s: float, numbers: random.Random) -> None:

@@ -63,7 +63,7 @@ def explore(model: str, options: str) -> tuple[int, int, str]:
             ["spin", "-a", *defines, f"{model}.pml"],
             ["gcc", "-O1", "-w", "-DSAFETY", "-DCOLLAPSE", "-o", "pan", "pan.c"],
         ):
-            subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=60)
+            subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=240)
         report = subprocess.run(
             ["./pan", "-m1000000"], cwd=folder, check=True, capture_output=True, text=True, timeout=280
         ).stdout
@@ -92,11 +92,13 @@ def _spin():
     )
 
 
+@pytest.mark.timeout(900)
 def test_the_protocols_have_no_deadlock_and_read_what_was_written():
     for kind, (errors, states, found) in zip(RIGHT, explore_all(RIGHT), strict=True):
         assert (errors, states > 1000) == (0, True), (kind, found)
 
 
+@pytest.mark.timeout(900)
 def test_a_mistake_in_a_protocol_is_found():
     for kind, (errors, _, found) in zip(WRONG, explore_all(WRONG), strict=True):
         assert errors == 1, kind
