@@ -45,6 +45,7 @@ _PRELOADED = [
     "pytest",
     "hypothesis",
     "deep_ep",
+    "deep_ep.buffer",
     "deep_ep.reference",
 ]
 
