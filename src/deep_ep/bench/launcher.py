@@ -1,10 +1,12 @@
-"""Who started this process: torchrun, mpirun, or a person. What a launcher tells its ranks, in one form."""
+"""Who started this process: torchrun, mpirun, Slurm's srun, or a person. What a launcher tells its ranks, in one form."""
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import tempfile
+import zlib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,13 +38,13 @@ class Place(NamedTuple):
 def find_place() -> Place | None:
     """Return the place that a launcher gave to this process; None if nobody launched it as a rank.
 
-    torchrun, and `mpirun` of Open MPI and of MPICH, are known.
+    torchrun, `mpirun` of Open MPI and of MPICH, and `srun` are known.
 
     Raises:
         ConfigError: If it is a rank of several hosts and cannot know where to meet the others.
     """
     variables = env.variables_set(
-        "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_COMM_", "PMI", "MPI_LOCAL", "OMPI_MCA_"
+        "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_COMM_", "PMI", "MPI_LOCAL", "OMPI_MCA_", "SLURM_"
     )
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= variables.keys():
         rank, num_ranks = int(variables["RANK"]), int(variables["WORLD_SIZE"])
@@ -58,7 +60,46 @@ def find_place() -> Place | None:
             num_local_ranks = int(variables.get(num_local_name, num_ranks))
             init_method = _meeting_point(variables, num_ranks, is_one_host=num_local_ranks == num_ranks)
             return Place(rank, num_ranks, local_rank, num_local_ranks, init_method)
+    if {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"} <= variables.keys():
+        return _find_slurm_place(variables)
     return None
+
+
+def _find_slurm_place(variables: dict[str, str]) -> Place:
+    """Return the place that `srun` gave. A batch script itself is no rank: it belongs to no step of that kind."""
+    rank, num_ranks = int(variables["SLURM_PROCID"]), int(variables["SLURM_STEP_NUM_TASKS"])
+    tasks = _expand_tasks(variables.get("SLURM_STEP_TASKS_PER_NODE", str(num_ranks)))
+    num_local_ranks = tasks[min(int(variables.get("SLURM_NODEID", "0")), len(tasks) - 1)]
+    address = variables.get("MASTER_ADDR") or _first_host(variables["SLURM_STEP_NODELIST"])
+    # Ports below those that systems hand out, one for each step: two steps may share a host.
+    step = f"{variables.get('SLURM_JOB_ID', '')}.{variables.get('SLURM_STEP_ID', '')}"
+    port = variables.get("MASTER_PORT") or str(20000 + zlib.crc32(step.encode()) % 12000)
+    local_rank = int(variables.get("SLURM_LOCALID", rank))
+    return Place(rank, num_ranks, local_rank, num_local_ranks, f"tcp://{address}:{port}")
+
+
+def _expand_tasks(text: str) -> list[int]:
+    """Return the tasks of each node.
+
+    Example:
+        >>> _expand_tasks("2(x3),1")
+        [2, 2, 2, 1]
+    """
+    tasks: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        tasks += [int(count)] * int(times or 1)
+    return tasks
+
+
+def _first_host(nodes: str) -> str:
+    """Return the first host of a list in Slurm's short form.
+
+    Example:
+        >>> _first_host("gpu[007-009,012],login1"), _first_host("a1,a2"), _first_host("rack[1-2]n[3-4]")
+        ('gpu007', 'a1', 'rack1n3')
+    """
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", first.group() if first else nodes)
 
 
 def _meeting_point(variables: dict[str, str], num_ranks: int, *, is_one_host: bool) -> str:
