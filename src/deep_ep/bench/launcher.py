@@ -1,4 +1,4 @@
-"""Who started this process: torchrun, mpirun, Slurm's srun, or a person. What a launcher tells its ranks, in one form."""
+"""Who started this process: torchrun, mpirun, srun or a person. What a launcher tells its ranks, in one form."""
 
 from __future__ import annotations
 
