@@ -14,7 +14,7 @@ from deep_ep.errors import MaskedError, PeerTimeoutError
 from deep_ep.reference import local_experts
 from rank_pool import Rank
 from strategies import Exchange
-from test_low_latency import FORMATS, Case, dispatch, plain_received
+from test_low_latency_mode import FORMATS, Case, dispatch, plain_received
 
 TIMEOUT_S = 4.0
 NORMAL = Exchange(num_tokens=(9, 14, 6), hidden=96, num_topk=3, num_experts=6)
