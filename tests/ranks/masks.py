@@ -7,6 +7,7 @@ import signal
 
 import torch
 from steps import dispatch as normal_dispatch
+from test_low_latency_mode import FORMATS, Case, dispatch, plain_received
 
 from deep_ep import Buffer
 from deep_ep import low_latency_reference as reference
@@ -14,7 +15,6 @@ from deep_ep.errors import MaskedError, PeerTimeoutError
 from deep_ep.reference import local_experts
 from rank_pool import Rank
 from strategies import Exchange
-from test_low_latency_mode import FORMATS, Case, dispatch, plain_received
 
 TIMEOUT_S = 4.0
 NORMAL = Exchange(num_tokens=(9, 14, 6), hidden=96, num_topk=3, num_experts=6)
