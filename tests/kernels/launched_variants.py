@@ -100,8 +100,15 @@ def main():
         for calls in (normal_calls, low_latency_calls):
             shape = ExchangeShape(**sizes, use_fp8=use_fp8, is_low_latency=calls is low_latency_calls)
             launched, prepared = calls(shape)
-            assert launched == {tuple(variant) for variant in prepared}, (calls, use_fp8, launched, prepared)
             assert len(prepared) == len(set(prepared))
+            expected = {tuple(variant) for variant in prepared}
+            if shape.is_low_latency:
+                # The interpreter makes two launches of a call; the one of a GPU is prepared too, alike in the rest.
+                as_one = {variant for variant in expected if variant[1][-2:] == (True, True)}
+                expected -= as_one
+                for halves in ((True, False), (False, True)):
+                    assert {(k, (*c[:-2], *halves), n) for k, c, n in as_one} <= expected
+            assert launched == expected, (calls, use_fp8, launched, prepared)
     print("as prepared")
 
 

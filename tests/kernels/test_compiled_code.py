@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 
 from deep_ep.engines import low_latency_plans
 from deep_ep.engines.base import RowFormat
-from deep_ep.kernels import combine, dispatch, layout, low_latency_dispatch
+from deep_ep.kernels import combine, dispatch, launch, layout, low_latency_dispatch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -32,7 +32,7 @@ def compile_for(kernel, constants, capability, num_warps=16):
         constexprs={(names.index(name),): value for name, value in values.items()},
     )
     target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options={"num_warps": num_warps})
+    return triton.compile(source, target=target, options=launch.options_for(values, num_warps))
 
 
 def dispatch_code(capability, *, has_meta=True, stream=True, align=16, num_ranks=2):
@@ -117,7 +117,11 @@ def test_low_latency_dispatch_casts_in_registers(capability, row_format, tmp_pat
     """Also where 32 channels share a scale, rows are loaded 16 bytes at a time and none is spilled."""
     types = {torch.int64: tl.int64, torch.int32: tl.int32, torch.int16: tl.int16, torch.uint8: tl.uint8}
     shape = low_latency_plans.Shape(2, 7168, 8, 128, 256, torch.int64, 16)
-    plan = low_latency_plans.plan_dispatch(shape, row_format, types.__getitem__, has_native_fp8=capability > 80)
+    is_native = low_latency_plans.has_native_fp8((capability // 10, capability % 10))
+    num_programs = low_latency_plans.programs_that_fit(low_latency_plans.LowLatencyTuning(), has_native_fp8=is_native)
+    plan = low_latency_plans.plan_dispatch(
+        shape, row_format, types.__getitem__, has_native_fp8=is_native, programs_per_sm=num_programs
+    )
     constants = (*plan.constants, True, False)
     compiled = compile_for(low_latency_dispatch.dispatch_kernel, constants, capability, num_warps=4)
     assert re.search(r"ld\.global[.\w]*\.v(2\.b64|4\.b32)", compiled.asm["ptx"])

@@ -41,6 +41,7 @@ from deep_ep.engines.low_latency_plans import (
     has_native_fp8,
     plan_combine,
     plan_dispatch,
+    programs_that_fit,
     variants_of,
 )
 from deep_ep.engines.routing import expert_range
@@ -103,6 +104,7 @@ class GpuLowLatencyEngine:
         )
         self._is_interpreted = device.type == "cpu"
         self._timeout = int(timeout_s * (_SPINS_PER_SECOND if self._is_interpreted else 1e9))
+        self._programs_per_sm = programs_that_fit(self.tuning, has_native_fp8=self._has_native_fp8())
         self._num_max_programs = self._count_programs()
         self._lock = threading.Lock()
         self._kernels: Kernels | None = None
@@ -400,7 +402,7 @@ class GpuLowLatencyEngine:
         properties = torch.cuda.get_device_properties(self.device)
         mine = int(str(properties.uuid).replace("-", "")[:12], 16)
         num_sharing = sum(theirs == [mine] for theirs in self._all_gather([mine]))
-        programs_per_sm = self.tuning.programs_per_sm
+        programs_per_sm = self._programs_per_sm
         if num_sharing > 1:
             # Programs of several ranks that wait for each other leave room for whatever else those ranks launch.
             programs_per_sm = max(programs_per_sm - 1, 1)
@@ -429,7 +431,7 @@ class GpuLowLatencyEngine:
                 request.row_format,
                 kernels.type_of,
                 has_native_fp8=is_native,
-                programs_per_sm=self.tuning.programs_per_sm,
+                programs_per_sm=self._programs_per_sm,
             )
             self._dispatch_plans[key] = plan
         return plan
@@ -451,7 +453,7 @@ class GpuLowLatencyEngine:
         if plan is None:
             self._raise_if_too_many(shape)
             plan = self._combine_plans[key] = plan_combine(
-                shape, wire_bits, _alignment(out), kernels.type_of, programs_per_sm=self.tuning.programs_per_sm
+                shape, wire_bits, _alignment(out), kernels.type_of, programs_per_sm=self._programs_per_sm
             )
         return plan
 

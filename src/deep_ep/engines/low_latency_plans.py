@@ -215,7 +215,7 @@ def variants_of(
         row_alignment(torch.bfloat16, shape.hidden),
     )
     row_format = RowFormat.FP8 if shape.use_fp8 else RowFormat.BF16
-    programs_per_sm = tuning.programs_per_sm
+    programs_per_sm = programs_that_fit(tuning, has_native_fp8=has_native_fp8)
     dispatch = plan_dispatch(
         plan_shape, row_format, kernels.type_of, has_native_fp8=has_native_fp8, programs_per_sm=programs_per_sm
     )
@@ -230,6 +230,14 @@ def variants_of(
         )
         for halves in ((True, True), (True, False), (False, True))
     ]
+
+
+def programs_that_fit(tuning: LowLatencyTuning, *, has_native_fp8: bool) -> int:
+    """Return how many programs per streaming multiprocessor kernels are compiled for.
+
+    One less where the GPU has no instruction for fp8: a cast without it needs more registers.
+    """
+    return tuning.programs_per_sm if has_native_fp8 else max(tuning.programs_per_sm - 1, 1)
 
 
 def has_native_fp8(capability: tuple[int, int]) -> bool:

@@ -100,9 +100,7 @@ def compile_for(kernel, constants, num_warps, capability):
         signature={name: "constexpr" if name in values else "i64" for name in names},
         constexprs={(names.index(name),): value for name, value in values.items()},
     )
-    options = {"num_warps": num_warps, "enable_fp_fusion": True}
-    if "PROGRAMS_PER_SM" in values:
-        options["maxnreg"] = min(_REGISTERS_PER_SM // (32 * num_warps * values["PROGRAMS_PER_SM"]) // 8 * 8, 255)
+    options = options_for(values, num_warps)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     metadata = compiled.metadata
     # Beside our arguments the code has parameters for scratch memory, which must be of no size.
@@ -116,6 +114,18 @@ def compile_for(kernel, constants, num_warps, capability):
         shared_bytes=metadata.shared,
         cubin=compiled.asm["cubin"],
     )
+
+
+def options_for(constants, num_warps):
+    """Return Triton's options for a variant; `constants` are the values of its constants by name.
+
+    Kernels of which so many programs must fit on a multiprocessor at once say so with a constant, PROGRAMS_PER_SM.
+    """
+    options = {"num_warps": num_warps, "enable_fp_fusion": True}
+    if "PROGRAMS_PER_SM" in constants:
+        num_threads = 32 * num_warps * constants["PROGRAMS_PER_SM"]
+        options["maxnreg"] = min(_REGISTERS_PER_SM // num_threads // 8 * 8, 255)
+    return options
 
 
 def name_of(kernel):
