@@ -67,7 +67,7 @@ class Buffer(LowLatencyCalls):
         num_rdma_bytes: Bytes that this rank keeps for messages between hosts; not used inside one host. A call that
             needs more takes more. 0 takes DEEP_EP_RDMA_BUFFER_SIZE, or the profile's.
         low_latency_mode: Whether low-latency calls will be made.
-        num_qps_per_rank: Connections per peer for exchange between hosts.
+        num_qps_per_rank: Kept for programs that pass it; between hosts, `torch.distributed` opens its own connections.
         allow_nvlink_for_low_latency_mode: Kept for programs that pass it; the path to each peer is chosen by where the
             peer is.
         allow_mnnvl: Likewise.
