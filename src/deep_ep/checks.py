@@ -6,7 +6,9 @@ better arguments: its peers, which wait meanwhile, do not notice.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -182,6 +184,14 @@ def check_layout(
     return layout
 
 
+def _items_of(handle: object, num_items: int, what: str) -> Sequence[Any]:
+    """Return a handle that is a tuple (or list) of so many items."""
+    if isinstance(handle, (tuple, list)) and len(handle) == num_items:
+        return handle
+    found = f"{len(handle)} items" if isinstance(handle, (tuple, list)) else type(handle).__name__
+    raise ConfigError(f"handle must be the tuple of {num_items} {what}, got {found}")
+
+
 def check_handle(handle: object, num_ranks: int, device: torch.device, num_tokens: int | str = "num_tokens") -> Handle:
     """Check a handle: the tuple that a dispatch returned, or one rebuilt from its tensors.
 
@@ -191,12 +201,8 @@ def check_handle(handle: object, num_ranks: int, device: torch.device, num_token
         device: Where its tensors must be.
         num_tokens: The tokens that the dispatch had on this rank, if they are known.
     """
-    if not isinstance(handle, (tuple, list)) or len(handle) != len(Handle._fields):
-        found = f"{len(handle)} items" if isinstance(handle, (tuple, list)) else type(handle).__name__
-        raise ConfigError(
-            f"handle must be the tuple of {len(Handle._fields)} tensors that dispatch returned, got {found}"
-        )
-    prefix, channels, recv_channels, src_idx, in_rank, head = handle
+    items = _items_of(handle, len(Handle._fields), "tensors that dispatch returned")
+    prefix, channels, recv_channels, src_idx, in_rank, head = items
     int32 = (torch.int32,)
     return Handle(
         check_tensor("handle[0]", prefix, device=device, shape=(num_ranks, num_ranks), dtypes=int32),
@@ -219,12 +225,8 @@ def check_network_handle(
         device: Where its tensors must be.
         num_tokens: The tokens that the dispatch had on this rank, if they are known.
     """
-    if not isinstance(handle, (tuple, list)) or len(handle) != len(NetworkHandle._fields):
-        found = f"{len(handle)} items" if isinstance(handle, (tuple, list)) else type(handle).__name__
-        raise ConfigError(
-            f"handle must be the tuple of {len(NetworkHandle._fields)} tensors that dispatch returned on "
-            f"{topology.num_hosts} hosts, got {found}"
-        )
+    what = f"tensors that dispatch returned on {topology.num_hosts} hosts"
+    tensors = _items_of(handle, len(NetworkHandle._fields), what)
     num_ranks, num_sources = topology.num_ranks, len(topology.sources(topology.rank))
     shapes: dict[str, tuple[int | str, ...]] = {
         "is_token_in_rank": (num_tokens, num_ranks),
@@ -234,7 +236,7 @@ def check_network_handle(
         "send_nvl_head": ("num_passed_tokens", len(topology.local_ranks)),
     }
     dtypes = {"is_token_in_rank": torch.bool, "recv_src_meta": torch.uint8}
-    items = dict(zip(NetworkHandle._fields, handle, strict=True))
+    items = dict(zip(NetworkHandle._fields, tensors, strict=True))
     for number, name in enumerate(NetworkHandle._fields):
         if name in shapes:
             dtype = (dtypes.get(name, torch.int32),)
@@ -287,11 +289,8 @@ def check_stats(
 
 def check_low_latency_handle(handle: object, num_ranks: int, device: torch.device) -> LowLatencyHandle:
     """Check a handle of low-latency mode: the tuple that a dispatch returned, or one rebuilt from its items."""
-    num_items = len(LowLatencyHandle._fields)
-    if not isinstance(handle, (tuple, list)) or len(handle) != num_items:
-        found = f"{len(handle)} items" if isinstance(handle, (tuple, list)) else type(handle).__name__
-        raise ConfigError(f"handle must be the tuple of {num_items} items that dispatch returned, got {found}")
-    src_info, layout_range, num_max_tokens, hidden, num_experts = handle
+    items = _items_of(handle, len(LowLatencyHandle._fields), "items that dispatch returned")
+    src_info, layout_range, num_max_tokens, hidden, num_experts = items
     rows = num_ranks * num_max_tokens
     src_info = check_tensor(
         "handle[0]", src_info, device=device, shape=("num_local_experts", rows), dtypes=(torch.int32,)

@@ -12,8 +12,6 @@ if triton.knobs.runtime.interpret:
 
 import torch
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from deep_ep.engines import low_latency_plans
 from deep_ep.engines.base import RowFormat
@@ -23,16 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def compile_for(kernel, constants, capability, num_warps=16):
-    names = [parameter.name for parameter in kernel.params]
-    constant_names = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
-    values = dict(zip(constant_names, constants, strict=True))
-    source = ASTSource(
-        fn=kernel,
-        signature={name: "constexpr" if name in values else "i64" for name in names},
-        constexprs={(names.index(name),): value for name, value in values.items()},
-    )
-    target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options=launch.options_for(values, num_warps))
+    return launch.compile_with_triton(kernel, constants, num_warps, capability)
 
 
 def dispatch_code(capability, *, has_meta=True, stream=True, align=16, num_ranks=2):

@@ -92,16 +92,7 @@ def find(kernel, constants, num_warps, capability):
 
 def compile_for(kernel, constants, num_warps, capability):
     """Compile a variant for a compute capability; needs no GPU."""
-    names = [parameter.name for parameter in kernel.params]
-    constant_names = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
-    values = dict(zip(constant_names, constants, strict=True))
-    source = ASTSource(
-        fn=kernel,
-        signature={name: "constexpr" if name in values else "i64" for name in names},
-        constexprs={(names.index(name),): value for name, value in values.items()},
-    )
-    options = options_for(values, num_warps)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    compiled = compile_with_triton(kernel, constants, num_warps, capability)
     metadata = compiled.metadata
     # Beside our arguments the code has parameters for scratch memory, which must be of no size.
     assert metadata.global_scratch_size == 0
@@ -116,16 +107,24 @@ def compile_for(kernel, constants, num_warps, capability):
     )
 
 
-def options_for(constants, num_warps):
-    """Return Triton's options for a variant; `constants` are the values of its constants by name.
+def compile_with_triton(kernel, constants, num_warps, capability):
+    """Return what Triton makes of a variant, with every stage of the compilation.
 
     Kernels of which so many programs must fit on a multiprocessor at once say so with a constant, PROGRAMS_PER_SM.
     """
+    names = [parameter.name for parameter in kernel.params]
+    constant_names = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
+    values = dict(zip(constant_names, constants, strict=True))
+    source = ASTSource(
+        fn=kernel,
+        signature={name: "constexpr" if name in values else "i64" for name in names},
+        constexprs={(names.index(name),): value for name, value in values.items()},
+    )
     options = {"num_warps": num_warps, "enable_fp_fusion": True}
-    if "PROGRAMS_PER_SM" in constants:
-        num_threads = 32 * num_warps * constants["PROGRAMS_PER_SM"]
+    if "PROGRAMS_PER_SM" in values:
+        num_threads = 32 * num_warps * values["PROGRAMS_PER_SM"]
         options["maxnreg"] = min(_REGISTERS_PER_SM // num_threads // 8 * 8, 255)
-    return options
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def name_of(kernel):

@@ -235,32 +235,14 @@ def wait_one(ptr, launch, what: tl.constexpr, peer, deadline, record):
         one = tl.zeros([1], tl.int64)
         value = tl.sum(wait_all(ptr + one, launch, what, peer + one, deadline, record, one == 0), 0)
     else:
-        value = tl.inline_asm_elementwise(
-            _POLL_PTX,
-            _POLL_CONSTRAINTS,
-            [ptr, launch.to(tl.int32), deadline, record, _who(what, peer), 1],
-            dtype=tl.int64,
-            is_pure=False,
-            pack=1,
-        )
+        value = _poll(ptr, launch, what, peer, deadline, record, 1, False)
         tl.debug_barrier()
     return value & 0xFFFFFFFF
 
 
 @triton.jit
-def wait_all(
-    ptrs, launch, what: tl.constexpr, peers, deadline, record, mask,
-    AT_LEAST: tl.constexpr = False, PATIENT: tl.constexpr = False,
-):  # fmt: skip
-    """Wait for many signals, those where `mask` is true; return their values, 0 where it is false."""
-    return wait_words(ptrs, launch, what, peers, deadline, record, mask, AT_LEAST, PATIENT) & 0xFFFFFFFF
-
-
-@triton.jit
-def wait_words(
-    ptrs, launch, what: tl.constexpr, peers, deadline, record, mask, AT_LEAST: tl.constexpr, PATIENT: tl.constexpr
-):
-    """Wait like `wait_all`; return whole words, to be compared with `is_late`.
+def wait_all(ptrs, launch, what: tl.constexpr, peers, deadline, record, mask, AT_LEAST: tl.constexpr = False):
+    """Wait for many signals, those where `mask` is true; return their values, 0 where it is false.
 
     Args:
         ptrs: The words.
@@ -271,14 +253,13 @@ def wait_words(
         record: Where to leave word of that.
         mask: Which words to wait for.
         AT_LEAST: Whether a later number will do.
-        PATIENT: Whether to wait although an earlier wait has run out.
     """
     if INTERPRET:
-        words = _spin(ptrs, launch, what, peers, deadline, record, mask, AT_LEAST, PATIENT)
+        words = _spin(ptrs, launch, what, peers, deadline, record, mask, AT_LEAST)
     else:
-        words = _poll(ptrs, launch, what, peers, deadline, record, mask, AT_LEAST)
+        words = _poll(ptrs, launch, what, peers, deadline, record, mask.to(tl.int32), AT_LEAST)
         tl.debug_barrier()
-    return words
+    return words & 0xFFFFFFFF
 
 
 @triton.jit
@@ -304,7 +285,7 @@ def hear_all(ptrs, launch, what: tl.constexpr, peers, deadline, record, mask, AT
     """
     words = tl.load(ptrs, mask=mask, other=0, volatile=True)
     if INTERPRET:
-        words = _spin(ptrs, launch, what, peers, deadline, record, mask, AT_LEAST, False)
+        words = _spin(ptrs, launch, what, peers, deadline, record, mask, AT_LEAST)
     else:
         is_waiting = _is_any_late(words, launch, mask & (_now() < deadline), AT_LEAST)
         while is_waiting:
@@ -315,7 +296,7 @@ def hear_all(ptrs, launch, what: tl.constexpr, peers, deadline, record, mask, AT
             words = tl.load(ptrs, mask=mask, other=0, volatile=True)
         if _is_any_late(words, launch, mask, AT_LEAST):
             # Time has run out: this waits no more, but leaves word for the host. No barrier: warps may not agree.
-            words = _poll(ptrs, launch, what, peers, deadline, record, mask, AT_LEAST)
+            words = _poll(ptrs, launch, what, peers, deadline, record, mask.to(tl.int32), AT_LEAST)
     return words & 0xFFFFFFFF
 
 
@@ -330,11 +311,11 @@ def _now():
 
 
 @triton.jit
-def _poll(ptrs, launch, what: tl.constexpr, peers, deadline, record, mask, AT_LEAST: tl.constexpr):
+def _poll(ptrs, launch, what: tl.constexpr, peers, deadline, record, is_awaited, AT_LEAST: tl.constexpr):
     return tl.inline_asm_elementwise(
         _POLL_AT_LEAST_PTX if AT_LEAST else _POLL_PTX,
         _POLL_CONSTRAINTS,
-        [ptrs, launch.to(tl.int32), deadline, record, _who(what, peers), mask.to(tl.int32)],
+        [ptrs, launch.to(tl.int32), deadline, record, _who(what, peers), is_awaited],
         dtype=tl.int64,
         is_pure=False,
         pack=1,
@@ -358,16 +339,12 @@ def _who(what: tl.constexpr, peers):
 
 
 @triton.jit
-def _spin(
-    ptrs, launch, what: tl.constexpr, peers, num_max_spins, record, mask, AT_LEAST: tl.constexpr, PATIENT: tl.constexpr
-):
+def _spin(ptrs, launch, what: tl.constexpr, peers, num_max_spins, record, mask, AT_LEAST: tl.constexpr):
     """Do for the interpreter what `_POLL_PTX` does on a GPU."""
     ptr = pointer(record, tl.int64)
     broken = pointer(tl.load(ptr + RECORD_BROKEN), tl.int64)
     zeros = tl.zeros(mask.shape, tl.int64)
-    num_spins = tl.load(broken) * 0
-    if not PATIENT:
-        num_spins = tl.where(tl.load(broken) != 0, num_max_spins, 0)
+    num_spins = tl.where(tl.load(broken) != 0, num_max_spins, 0)
     words = tl.where(mask, tl.atomic_add(ptrs, zeros, mask=mask, sem="acquire", scope="sys"), 0)
     late = mask & is_late(words, launch, AT_LEAST)
     while (tl.max(late.to(tl.int32)) > 0) & (num_spins < num_max_spins):
