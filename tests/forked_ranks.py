@@ -20,12 +20,22 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rank_pool import _PRELOADED, TIMEOUT_S, Outcome, PerRank, Rank, RankFailure, _dumps, _join_world
+from rank_pool import (
+    _PRELOADED,
+    TIMEOUT_S,
+    Outcome,
+    Rank,
+    RankFailure,
+    StartedRanks,
+    _join_world,
+    of_rank,
+    write_result,
+)
 
 _CONTEXT = get_context("forkserver")
 
 
-class ForkedRanks:
+class ForkedRanks(StartedRanks):
     """Processes that each run one function as a rank; a context manager that leaves no process behind.
 
     Args:
@@ -41,9 +51,8 @@ class ForkedRanks:
         self._folder = tempfile.TemporaryDirectory(prefix="forked-ranks-")
         self.processes = []
         for rank in range(num_ranks):
-            mine = tuple(arg[rank] if isinstance(arg, PerRank) else arg for arg in args)
-            variables = (env[rank] if isinstance(env, PerRank) else env) or {}
-            job = (self._folder.name, function, mine, rank, num_ranks, self.store.port, variables)
+            variables = of_rank(rank, (env,))[0] or {}
+            job = (self._folder.name, function, of_rank(rank, args), rank, num_ranks, self.store.port, variables)
             process = _CONTEXT.Process(target=_run, args=job, daemon=False)
             process.start()
             self.processes.append(process)
@@ -93,19 +102,6 @@ class ForkedRanks:
             )
         return outcomes
 
-    def results(self, timeout_s: float = TIMEOUT_S) -> list[Any]:
-        """Return what each rank returned.
-
-        Raises:
-            RankFailure: If one did not end with exit code 0.
-        """
-        outcomes = self.wait(timeout_s)
-        if any(outcome.exit_code != 0 for outcome in outcomes):
-            raise RankFailure(
-                "\n\n".join(f"rank {r}: exit code {o.exit_code}\n{o.output}" for r, o in enumerate(outcomes))
-            )
-        return [outcome.result for outcome in outcomes]
-
 
 def _run(
     folder: str,
@@ -129,7 +125,5 @@ def _run(
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-    partial = Path(folder) / f"{rank}.partial"
-    partial.write_bytes(_dumps(result))
-    partial.rename(partial.with_suffix(".result"))
+    write_result(Path(folder), rank, result)
     os._exit(0)

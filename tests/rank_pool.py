@@ -23,6 +23,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -301,7 +302,40 @@ class Outcome:
     output: str
 
 
-class FreshRanks:
+class StartedRanks(ABC):
+    """Processes that each run one function as a rank."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float = TIMEOUT_S) -> list[Outcome]:
+        """Return how each rank ended; end those that have not when time is up."""
+
+    def results(self, timeout_s: float = TIMEOUT_S) -> list[Any]:
+        """Return what each rank returned.
+
+        Raises:
+            RankFailure: If one did not end with exit code 0.
+        """
+        outcomes = self.wait(timeout_s)
+        if any(outcome.exit_code != 0 for outcome in outcomes):
+            raise RankFailure(
+                "\n\n".join(f"rank {r}: exit code {o.exit_code}\n{o.output}" for r, o in enumerate(outcomes))
+            )
+        return [outcome.result for outcome in outcomes]
+
+
+def of_rank(rank: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments that a rank gets."""
+    return tuple(arg[rank] if isinstance(arg, PerRank) else arg for arg in args)
+
+
+def write_result(folder: Path, rank: int, result: Any) -> None:
+    """Leave what a rank returned where its starter looks, whole or not at all."""
+    partial = folder / f"{rank}.partial"
+    partial.write_bytes(_dumps(result))
+    partial.rename(partial.with_suffix(".result"))
+
+
+class FreshRanks(StartedRanks):
     """New interpreters that each run one function as a rank; a context manager that leaves no process behind.
 
     Args:
@@ -316,10 +350,10 @@ class FreshRanks:
         self._folder = tempfile.TemporaryDirectory(prefix="fresh-ranks-")
         self._processes: list[subprocess.Popen[bytes]] = []
         for rank in range(num_ranks):
-            mine = tuple(arg[rank] if isinstance(arg, PerRank) else arg for arg in args)
+            mine = of_rank(rank, args)
             job = (sys.path, function.__module__, function.__name__, mine, rank, num_ranks, self.store.port)
             self._path(rank, "job").write_bytes(_dumps(job))
-            variables = (env[rank] if isinstance(env, PerRank) else env) or {}
+            variables = of_rank(rank, (env,))[0] or {}
             with self._path(rank, "output").open("wb") as output:
                 self._processes.append(
                     subprocess.Popen(
@@ -385,19 +419,6 @@ class FreshRanks:
             )
         return outcomes
 
-    def results(self, timeout_s: float = TIMEOUT_S) -> list[Any]:
-        """Return what each rank returned.
-
-        Raises:
-            RankFailure: If one did not end with exit code 0.
-        """
-        outcomes = self.wait(timeout_s)
-        if any(outcome.exit_code != 0 for outcome in outcomes):
-            raise RankFailure(
-                "\n\n".join(f"rank {r}: exit code {o.exit_code}\n{o.output}" for r, o in enumerate(outcomes))
-            )
-        return [outcome.result for outcome in outcomes]
-
     def _path(self, rank: int, what: str) -> Path:
         return Path(self._folder.name) / f"{rank}.{what}"
 
@@ -410,9 +431,7 @@ def run_fresh(job_path: str) -> None:
     function = getattr(importlib.import_module(module_name), function_name)
     store = _join_world(rank, num_ranks, port)
     result = function(Rank(rank, num_ranks, store, dist.group.WORLD), *args)
-    partial = Path(job_path).with_suffix(".partial")
-    partial.write_bytes(_dumps(result))
-    partial.rename(Path(job_path).with_suffix(".result"))
+    write_result(Path(job_path).parent, rank, result)
 
 
 _FRESH_PROGRAM = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); " + (

@@ -33,15 +33,6 @@ from deep_ep.reference import local_experts
 from deep_ep.topology import Topology
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__)
-    verification.add_common_arguments(parser)
-    parser.add_argument("--num-tokens", type=int, help="of each rank (default: 256 on CPU ranks, 4096 on GPUs)")
-    parser.add_argument("--num-topk", type=int, default=4, help="experts of a token (default: 4)")
-    parser.add_argument("--num-experts", type=int, nargs="+", default=[8], help="on all ranks (default: 8)")
-    return parser
-
-
 def crossing_bytes(rank: Rank, case: Case, topology: Topology) -> int:
     """Return what the busiest rank sends to other hosts; to other ranks, if there is one host."""
     topk_idx = case.inputs(rank.rank, rank.num_ranks).topk_idx
@@ -56,9 +47,7 @@ def crossing_bytes(rank: Rank, case: Case, topology: Topology) -> int:
 
 def verify(talk: verification.Talk, args: argparse.Namespace) -> None:
     rank = talk.rank
-    num_tokens = args.num_tokens or (4096 if rank.device.type == "cuda" else 256)
-    for num_experts in args.num_experts:
-        shape = {"num_tokens": num_tokens, "hidden": args.hidden, "num_topk": args.num_topk, "num_experts": num_experts}
+    for shape in verification.normal_mode_shapes(rank, args):
         buffer = oracle.make_buffer(rank, Case(**shape))
         topology = buffer.topology
         if topology.num_hosts > 1:
@@ -66,8 +55,7 @@ def verify(talk: verification.Talk, args: argparse.Namespace) -> None:
         else:
             talk.say("Hosts: one; nothing below crosses a network, rows go through shared memory")
         for dtype, routing in (("bf16", "uniform"), ("bf16", "zipf"), ("fp8", "uniform")):
-            experts = str(num_experts) if routing == "uniform" else f"{routing} routing to {num_experts}"
-            talk.claims(buffer, Case(**shape, dtype=dtype, routing=routing), experts)
+            talk.claims(buffer, Case(**shape, dtype=dtype, routing=routing))
         if talk.num_failed:
             break  # what is wrong has no speed
         case = Case(**shape)
@@ -88,7 +76,7 @@ def two_hosts(rank: int) -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return verification.main(make_parser(), verify, argv, two_hosts)
+    return verification.main(verification.make_normal_mode_parser(__doc__), verify, argv, two_hosts)
 
 
 if __name__ == "__main__":

@@ -37,8 +37,9 @@ class Talk:
         if self.rank.rank == 0:
             self.rank.report(line)
 
-    def claims(self, buffer: Buffer, case: Case, experts: str) -> None:
+    def claims(self, buffer: Buffer, case: Case) -> None:
         """Verify a case and say a line for each claim, with the reason under one that failed."""
+        experts = f"{'' if case.routing == 'uniform' else f'{case.routing} routing to '}{case.num_experts}"
         what = f"with {experts} experts" + ("" if case.dtype == "bf16" else f", {case.dtype} rows")
         for claim in oracle.verify(self.rank, buffer, case):
             self.say(f"Test {claim.name} {what}: {'FAILED' if claim.error else 'PASSED'}")
@@ -64,6 +65,25 @@ class Talk:
             f"deep_ep {deep_ep.__version__}: {num_ranks} {kind} rank{'' if num_ranks == 1 else 's'} ({device}), "
             f"torch {torch.__version__}"
         )
+
+
+def make_normal_mode_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a program that verifies normal mode."""
+    parser = argparse.ArgumentParser(description=description)
+    add_common_arguments(parser)
+    parser.add_argument("--num-tokens", type=int, help="of each rank (default: 256 on CPU ranks, 4096 on GPUs)")
+    parser.add_argument("--num-topk", type=int, default=4, help="experts of a token (default: 4)")
+    parser.add_argument("--num-experts", type=int, nargs="+", default=[8], help="on all ranks (default: 8)")
+    return parser
+
+
+def normal_mode_shapes(rank: Rank, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the shape of each number of experts that was asked for, as arguments of `Case`."""
+    num_tokens = args.num_tokens or (4096 if rank.device.type == "cuda" else 256)
+    return [
+        {"num_tokens": num_tokens, "hidden": args.hidden, "num_topk": args.num_topk, "num_experts": num_experts}
+        for num_experts in args.num_experts
+    ]
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:

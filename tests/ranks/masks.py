@@ -7,10 +7,10 @@ import signal
 
 import torch
 from steps import dispatch as normal_dispatch
-from test_low_latency_mode import FORMATS, Case, dispatch, plain_received
+from test_low_latency_mode import Case, dispatch, plain_received
+from test_low_latency_mode import expect as expect_unmasked
 
 from deep_ep import Buffer
-from deep_ep import low_latency_reference as reference
 from deep_ep.errors import MaskedError, PeerTimeoutError
 from deep_ep.reference import local_experts
 from rank_pool import Rank
@@ -41,25 +41,11 @@ def without(case: Case, masked: set[int]):
 def expect(case: Case, masked: set[int], masked_in_combine: set[int] | None = None):
     """Return what every rank receives, and every rank's sums."""
     inputs = without(case, masked)
-    rows, scales = [x for x, _, _ in inputs], None
-    flags = {name: value for name, value in FORMATS[case.row_format].items() if name != "use_fp8"}
-    if case.row_format != "bf16":
-        casts = [reference.cast_to_fp8(x, **flags) for x in rows]
-        rows, scales = [cast.x for cast in casts], [cast.scales for cast in casts]
-    received = reference.dispatch(
-        rows,
-        [idx for _, idx, _ in inputs],
-        num_max_tokens_per_rank=case.num_max_tokens,
-        num_experts=case.num_experts,
-        scales_RTS=scales,
-    )
-    outputs = [case.outputs(rank, tuple(part.x.shape)) for rank, part in enumerate(received)]
     weights = [w for _, _, w in inputs]
     if masked_in_combine is not None:
-        gone = [without(case, masked_in_combine)[rank][1] for rank in range(case.num_ranks)]
+        gone = [idx for _, idx, _ in without(case, masked_in_combine)]
         weights = [torch.where(idx == -1, 0.0, w) if len(idx) else w for idx, w in zip(gone, weights, strict=True)]
-    sums = reference.combine(outputs, [idx for _, idx, _ in inputs], weights, received, num_experts=case.num_experts)
-    return received, sums
+    return expect_unmasked(case, inputs, weights)
 
 
 def check_received(case: Case, received, expected) -> None:

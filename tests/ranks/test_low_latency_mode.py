@@ -96,8 +96,9 @@ def exchange(rank, case, has_hooks):
     return received, combined
 
 
-def expect(case):
-    inputs = [case.inputs(rank) for rank in range(case.num_ranks)]
+def expect(case, inputs=None, weights=None):
+    """Return what every rank receives, and every rank's sums; of other inputs or weights than the case's, if given."""
+    inputs = inputs or [case.inputs(rank) for rank in range(case.num_ranks)]
     rows, scales = [x for x, _, _ in inputs], None
     flags = {name: value for name, value in FORMATS[case.row_format].items() if name != "use_fp8"}
     if flags.pop("use_mxfp8", False):
@@ -113,9 +114,8 @@ def expect(case):
         scales_RTS=scales,
     )
     outputs = [case.outputs(rank, tuple(part.x.shape)) for rank, part in enumerate(received)]
-    sums = reference.combine(
-        outputs, [idx for _, idx, _ in inputs], [w for _, _, w in inputs], received, num_experts=case.num_experts
-    )
+    weights = weights or [w for _, _, w in inputs]
+    sums = reference.combine(outputs, [idx for _, idx, _ in inputs], weights, received, num_experts=case.num_experts)
     return received, sums
 
 
