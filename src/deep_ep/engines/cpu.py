@@ -20,7 +20,7 @@ from torch import Tensor
 from deep_ep.config import buffer_size_hint
 from deep_ep.engines import few, rows
 from deep_ep.engines.base import CachedDispatchRequest, CombineRequest, DispatchRequest, DispatchResult, Handle, Layout
-from deep_ep.engines.exchange import CALLS, DTYPES, Exchange, Exchanger, Header, L, check_worst_tokens
+from deep_ep.engines.exchange import CALLS, DTYPES, Exchange, Exchanger, Header, L, check_worst_tokens, combine_layout
 from deep_ep.engines.routing import (
     Channels,
     Tokens,
@@ -73,7 +73,7 @@ class CpuEngine:
             call=CALLS.index("dispatch"),
             dtype=DTYPES.index(x.dtype),
             hidden=x.size(1),
-            scale_row_bytes=_row_bytes(request.scales),
+            scale_row_bytes=rows.row_bytes(request.scales),
             num_topk=0 if topk_idx is None else topk_idx.size(1),
             topk_idx_bytes=0 if topk_idx is None else topk_idx.element_size(),
             num_experts=layout.num_tokens_per_expert.numel(),
@@ -105,7 +105,7 @@ class CpuEngine:
             call=CALLS.index("cached dispatch"),
             dtype=DTYPES.index(x.dtype),
             hidden=x.size(1),
-            scale_row_bytes=_row_bytes(scales),
+            scale_row_bytes=rows.row_bytes(scales),
             routing=routing.checksum,
             num_worst_tokens=num_rows,
         )
@@ -114,9 +114,11 @@ class CpuEngine:
             _write_rows(exchange, tokens, {"x": x, "scales": scales})
             _clear_rows(exchange, {"x": x, "scales": scales})
         self.exchanger.finish(exchange)
-        sizes = [num_rows * _row_bytes(x), num_rows * _row_bytes(scales)]
+        sizes = [num_rows * rows.row_bytes(x), num_rows * rows.row_bytes(scales)]
         recv_x, recv_scales = self.exchanger.take_sections(exchange, sizes)
-        return _as_rows(recv_x, num_rows, x), None if scales is None else _as_rows(recv_scales, num_rows, scales)
+        return rows.as_rows(recv_x, num_rows, x), None if scales is None else rows.as_rows(
+            recv_scales, num_rows, scales
+        )
 
     def combine(self, request: CombineRequest) -> tuple[Tensor, Tensor | None]:
         """Bring rows back and add them."""
@@ -133,14 +135,14 @@ class CpuEngine:
             routing=routing.checksum,
             num_bias_rows=len(biases) * num_tokens,
         )
-        exchange = self.exchanger.begin(header, _combine_layout, counts=counts_back)
+        exchange = self.exchanger.begin(header, combine_layout, counts=counts_back)
         own, own_at = exchange.memories[self.rank], exchange.layouts[self.rank]
         own_offset = exchange.places[self.rank].offset
         with self.exchanger.writing(exchange):
             _return_rows(exchange, {"x": x, "topk_weights": weights}, tokens)
             _clear_rows(exchange, {"x": x, "topk_weights": weights})
             for i, bias in enumerate(biases):
-                rows.copy(bias, own, own_offset + own_at.biases + i * num_tokens * _row_bytes(x))
+                rows.copy(bias, own, own_offset + own_at.biases + i * num_tokens * rows.row_bytes(x))
         self.exchanger.finish(exchange)
         token_rows = rows.TokenRows(tokens, num_tokens, len(biases))
         num_rows = token_rows.rows.size(0)
@@ -190,7 +192,7 @@ class CpuEngine:
         x, scales = request.x, request.scales
         num_real_rows = exchange.num_rows(self.rank)
         num_rows = request.num_worst_tokens or num_real_rows
-        sizes = [num_rows * _row_bytes(x), num_rows * _row_bytes(scales)]
+        sizes = [num_rows * rows.row_bytes(x), num_rows * rows.row_bytes(scales)]
         recv_x, recv_scales = self.exchanger.take_sections(exchange, sizes)
         topk_idx, topk_weights = self._read_topk(request, exchange, num_real_rows, num_rows)
         src_idx = self._read_src_idx(exchange, num_real_rows)
@@ -208,13 +210,13 @@ class CpuEngine:
             rank_prefix_matrix=_int32_matrix(psum),
             channel_prefix_matrix=_int32_matrix(channels.ends),
             recv_channel_prefix_matrix=_int32_matrix([[0, *line[:-1]] for line in ends]),
-            recv_src_idx=_pad(src_idx, num_rows),
+            recv_src_idx=rows.pad(src_idx, num_rows),
             is_token_in_rank=request.layout.is_token_in_rank,
             send_head=channels.send_head,
         )
         return DispatchResult(
-            x=_as_rows(recv_x, num_rows, x),
-            scales=None if scales is None else _as_rows(recv_scales, num_rows, scales),
+            x=rows.as_rows(recv_x, num_rows, x),
+            scales=None if scales is None else rows.as_rows(recv_scales, num_rows, scales),
             topk_idx=topk_idx,
             topk_weights=topk_weights,
             num_recv_tokens_per_expert=per_expert,
@@ -250,7 +252,7 @@ class CpuEngine:
             expert = memory.rows(offset + at.topk_idx, *shape, dtype)
             local = local_expert(self.rank, num_experts, self.num_ranks, dtype)[expert]
             weights = memory.rows(offset + at.topk_weights, *shape, torch.float32).masked_fill(local < 0, 0.0)
-        return _pad(local, num_rows), _pad(weights, num_rows)
+        return rows.pad(local, num_rows), rows.pad(weights, num_rows)
 
 
 def _dispatch_layout(header: Header, num_rows: int) -> DispatchLayout:
@@ -261,15 +263,6 @@ def _dispatch_layout(header: Header, num_rows: int) -> DispatchLayout:
         num_topk=header.num_topk,
         topk_idx_bytes=header.topk_idx_bytes,
         has_src_idx=CALLS[header.call] == "dispatch",
-    )
-
-
-def _combine_layout(header: Header, num_rows: int) -> CombineLayout:
-    return CombineLayout(
-        num_rows=num_rows,
-        row_bytes=header.hidden * DTYPES[header.dtype].itemsize,
-        num_topk=header.num_topk,
-        num_bias_rows=header.num_bias_rows,
     )
 
 
@@ -320,8 +313,8 @@ def _clear_rows(exchange: Exchange[L], sections: Mapping[str, Tensor | None]) ->
     for src in exchange.masked:
         first_row = sum(counts[exchange.rank] for counts in exchange.counts[:src])
         for name, x in sections.items():
-            begin = offset + getattr(at, name) + first_row * _row_bytes(x)
-            memory.data[begin : begin + exchange.counts[src][exchange.rank] * _row_bytes(x)].zero_()
+            begin = offset + getattr(at, name) + first_row * rows.row_bytes(x)
+            memory.data[begin : begin + exchange.counts[src][exchange.rank] * rows.row_bytes(x)].zero_()
 
 
 class _Routing(NamedTuple):
@@ -356,21 +349,3 @@ def _check_counts(layout: Layout, channels: Channels) -> list[int]:
 
 def _int32_matrix(lines: list[list[int]]) -> Tensor:
     return few.to_tensor(chain.from_iterable(lines), torch.int32, (len(lines), len(lines[0])))
-
-
-def _row_bytes(rows_: Tensor | None) -> int:
-    return 0 if rows_ is None else rows_.size(1) * rows_.element_size()
-
-
-def _as_rows(data: Tensor, num_rows: int, like: Tensor) -> Tensor:
-    return data.view(like.dtype).view(num_rows, like.size(1))
-
-
-def _pad(rows_: Tensor, num_rows: int) -> Tensor:
-    """Add rows of -1, or of 0 where they are no integers, up to a number of rows."""
-    if len(rows_) == num_rows:
-        return rows_
-    value = 0 if rows_.is_floating_point() else -1
-    padded = rows_.new_full((num_rows, *rows_.shape[1:]), value)
-    padded[: len(rows_)] = rows_
-    return padded

@@ -36,7 +36,7 @@ from deep_ep.engines.base import (
     Pending,
     RowFormat,
 )
-from deep_ep.engines.exchange import CALLS, DTYPES, Exchange, Exchanger, Header
+from deep_ep.engines.exchange import CALLS, DTYPES, Exchange, Exchanger, Header, combine_layout
 from deep_ep.engines.masked_rows import copy_out, private_copy
 from deep_ep.engines.routing import expert_range
 from deep_ep.errors import MismatchError
@@ -103,7 +103,7 @@ class CpuLowLatencyEngine:
             num_experts=handle.num_experts,
             num_max_tokens_per_rank=handle.num_max_dispatch_tokens_per_rank,
         )
-        exchange = self._exchanger.begin(header, _combine_layout, counts_by_source)
+        exchange = self._exchanger.begin(header, combine_layout, counts_by_source)
         self._add_stats(request.wait_stats)
         (table,) = self._exchanger.take_sections(exchange, [exchange.layouts[self.rank].num_bytes])
         topk_idx = self._without(request.topk_idx, handle.num_experts, exchange.masked)
@@ -333,11 +333,6 @@ def _sum_weighted(table: Tensor, pairs: _Pairs, weights: Tensor, out: Tensor) ->
     weight = weights.view(-1)[slot]
     # Mode 0 sums; the last argument says that `begins` has one item more than there are tokens.
     out.copy_(torch.embedding_bag(table.float(), row, begins, False, 0, False, weight, True)[0])
-
-
-def _combine_layout(header: Header, num_rows: int) -> CombineLayout:
-    row_bytes = header.hidden * DTYPES[header.dtype].itemsize
-    return CombineLayout(num_rows=num_rows, row_bytes=row_bytes, num_topk=0, num_bias_rows=0)
 
 
 def _rows_of_experts(data: Tensor, dtype: torch.dtype, num_experts: int, num_rows: int, num_columns: int) -> Tensor:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from deep_ep.engines.rows import Memory
 from deep_ep.errors import CapacityError, MismatchError, PeerError, PeerTimeoutError
-from deep_ep.layout import ControlLayout, align
+from deep_ep.layout import CombineLayout, ControlLayout, align
 from deep_ep.memory.arena import NO_EXTENT, Arena, Extent
 from deep_ep.memory.control import Control
 from deep_ep.memory.cpu import HostMemory
@@ -380,6 +380,16 @@ def check_signatures(headers: Sequence[Header], rank: int, names: Sequence[int])
             f"rank {names[peer]} in a {_describe(header, field)}",
             hint="all ranks must make the same calls in the same order, with tensors of the same kind",
         )
+
+
+def combine_layout(header: Header, num_rows: int) -> CombineLayout:
+    """Return the layout of the extent that a rank receives a combine into."""
+    return CombineLayout(
+        num_rows=num_rows,
+        row_bytes=header.hidden * DTYPES[header.dtype].itemsize,
+        num_topk=header.num_topk,
+        num_bias_rows=header.num_bias_rows,
+    )
 
 
 def check_worst_tokens(exchange: Exchange[L]) -> None:

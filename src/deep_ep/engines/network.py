@@ -45,11 +45,20 @@ from deep_ep.engines.base import (
     Layout,
     NetworkHandle,
 )
-from deep_ep.engines.exchange import CALLS, DTYPES, Exchange, Exchanger, Header, check_signatures, check_worst_tokens
+from deep_ep.engines.exchange import (
+    CALLS,
+    DTYPES,
+    Exchange,
+    Exchanger,
+    Header,
+    check_signatures,
+    check_worst_tokens,
+    combine_layout,
+)
 from deep_ep.engines.mail import Kind, Mail, Staging
 from deep_ep.engines.routing import Channels, compute_channels, compute_layout, expert_range, local_expert
 from deep_ep.errors import CapacityError, ConfigError, DeepEPError, MismatchError, PeerError
-from deep_ep.layout import CombineLayout, PassedLayout
+from deep_ep.layout import PassedLayout
 from deep_ep.memory.rendezvous import Rendezvous
 from deep_ep.memory.wire import HostRendezvous, Transfer, Wire
 from deep_ep.topology import Topology
@@ -147,7 +156,7 @@ class NetworkEngine:
             call=CALLS.index("dispatch"),
             dtype=DTYPES.index(x.dtype),
             hidden=x.size(1),
-            scale_row_bytes=_row_bytes(scales),
+            scale_row_bytes=rows.row_bytes(scales),
             num_topk=0 if topk_idx is None else topk_idx.size(1),
             topk_idx_bytes=0 if topk_idx is None else topk_idx.element_size(),
             num_experts=layout.num_tokens_per_expert.numel(),
@@ -195,7 +204,7 @@ class NetworkEngine:
             call=CALLS.index("cached dispatch"),
             dtype=DTYPES.index(x.dtype),
             hidden=x.size(1),
-            scale_row_bytes=_row_bytes(scales),
+            scale_row_bytes=rows.row_bytes(scales),
             num_worst_tokens=num_rows,
         )
         contents = _Contents.of(header, has_records=False)
@@ -207,9 +216,11 @@ class NetworkEngine:
         passing.send_rows(tokens, x, scales, None)
         exchange = self._pass_on(passing, header, counts)
         self._check_own_rows(handle, counts)
-        sizes = [num_rows * _row_bytes(x), num_rows * _row_bytes(scales)]
+        sizes = [num_rows * rows.row_bytes(x), num_rows * rows.row_bytes(scales)]
         recv_x, recv_scales = self.exchanger.take_sections(exchange, sizes)
-        return _as_rows(recv_x, num_rows, x), None if scales is None else _as_rows(recv_scales, num_rows, scales)
+        return rows.as_rows(recv_x, num_rows, x), None if scales is None else rows.as_rows(
+            recv_scales, num_rows, scales
+        )
 
     def combine(self, request: CombineRequest) -> tuple[Tensor, Tensor | None]:
         """Bring rows back and add them."""
@@ -387,7 +398,7 @@ class NetworkEngine:
         x, scales, topk_idx = request.x, request.scales, request.topk_idx
         num_real = sum(counts[self.local_rank] for counts in ledger.counts)
         num_rows = request.num_worst_tokens or num_real
-        sizes = [num_rows * _row_bytes(x), num_rows * _row_bytes(scales)]
+        sizes = [num_rows * rows.row_bytes(x), num_rows * rows.row_bytes(scales)]
         recv_x, recv_scales = self.exchanger.take_sections(exchange, sizes)
         num_words = contents.record_words(len(self.local_ranks))
         offset = exchange.places[self.local_rank].offset + exchange.layouts[self.local_rank].records
@@ -402,10 +413,10 @@ class NetworkEngine:
             weights = record.view(torch.float32)[:, num_idx_words : num_idx_words + num_topk]
             weights = weights.masked_fill(local < 0, 0.0)
             if num_rows > num_real:
-                local, weights = _pad(local, num_rows, -1), _pad(weights, num_rows, 0)
+                local, weights = rows.pad(local, num_rows), rows.pad(weights, num_rows)
         return _Received(
-            _as_rows(recv_x, num_rows, x),
-            None if scales is None else _as_rows(recv_scales, num_rows, scales),
+            rows.as_rows(recv_x, num_rows, x),
+            None if scales is None else rows.as_rows(recv_scales, num_rows, scales),
             local,
             weights,
             host_bits,
@@ -428,7 +439,7 @@ class NetworkEngine:
         hosts = torch.tensor(self.topology.host_of, dtype=torch.int32).repeat_interleave(counts)
         meta = torch.stack([hosts, host_bits], 1)
         if request.num_worst_tokens:
-            meta = _pad(meta, request.num_worst_tokens, -1)
+            meta = rows.pad(meta, request.num_worst_tokens)
         heads = [
             number_within(mask, [0, *channel_ends])
             for mask, channel_ends in zip(
@@ -471,16 +482,16 @@ class NetworkEngine:
         begins = [0, *row_ends]
         own_counts = [sum(row_ends[s] - begins[s] for s in sources) for sources in self.sources_of]
         counts = self.exchanger.control.all_gather(own_counts, mail.call, "counts")
-        exchange = self.exchanger.begin(header, _combine_layout, counts=counts)
+        exchange = self.exchanger.begin(header, combine_layout, counts=counts)
         with self.exchanger.writing(exchange):
             for dst in exchange.receivers():
                 row, at = exchange.first_row(dst), exchange.layouts[dst]
                 memory, offset = exchange.memories[dst], exchange.places[dst].offset
                 for source in self.sources_of[dst]:
                     mine = slice(begins[source], row_ends[source])
-                    rows.copy(x[mine], memory, offset + at.x + row * _row_bytes(x))
+                    rows.copy(x[mine], memory, offset + at.x + row * rows.row_bytes(x))
                     if weights is not None:
-                        rows.copy(weights[mine], memory, offset + at.topk_weights + row * _row_bytes(weights))
+                        rows.copy(weights[mine], memory, offset + at.topk_weights + row * rows.row_bytes(weights))
                     row += row_ends[source] - begins[source]
         self.exchanger.finish(exchange)
         expected = torch.stack([mask.sum(0) for mask in masks.values()]).sum(0).tolist()
@@ -812,7 +823,7 @@ class _Passing:
             if scales is not None:
                 rows.gather(scales, index, memory, offset + at.scales + row * self.contents.scale_row_bytes)
             if records is not None:
-                rows.gather(records, numbers, memory, offset + at.records + row * _row_bytes(records))
+                rows.gather(records, numbers, memory, offset + at.records + row * rows.row_bytes(records))
             next_rows[dst] += numbers.size(0)
 
 
@@ -829,7 +840,7 @@ class _Sums:
     def __init__(self, engine: NetworkEngine, mail: Mail, tokens: list[Tensor], request: CombineRequest) -> None:
         self._mail, self._tokens, self._rank = mail, tokens, engine.rank
         x, weights, biases = request.x, request.topk_weights, request.biases
-        topology, contents = engine.topology, _Contents(_row_bytes(x), 0, 0, 0, has_records=False)
+        topology, contents = engine.topology, _Contents(rows.row_bytes(x), 0, 0, 0, has_records=False)
         self._num_tokens = request.handle.is_token_in_rank.size(0)
         self._num_biases = len(biases)
         num_bias_rows = self._num_biases * self._num_tokens
@@ -964,28 +975,8 @@ def _make_records(mask: Tensor, tokens: Tensor, topk_idx: Tensor | None, topk_we
     return torch.cat(parts, 1)
 
 
-def _combine_layout(header: Header, num_rows: int) -> CombineLayout:
-    row_bytes = header.hidden * DTYPES[header.dtype].itemsize
-    return CombineLayout(num_rows=num_rows, row_bytes=row_bytes, num_topk=header.num_topk, num_bias_rows=0)
-
-
 def _rows_in(staging: Staging, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
     return staging.take(num_rows * num_columns * dtype.itemsize).view(dtype).view(num_rows, num_columns)
-
-
-def _row_bytes(rows_: Tensor | None) -> int:
-    return 0 if rows_ is None else rows_.size(1) * rows_.element_size()
-
-
-def _as_rows(data: Tensor, num_rows: int, like: Tensor) -> Tensor:
-    return data.view(like.dtype).view(num_rows, like.size(1))
-
-
-def _pad(rows_: Tensor, num_rows: int, value: int) -> Tensor:
-    """Add rows of a value up to a number of rows."""
-    padded = rows_.new_full((num_rows, *rows_.shape[1:]), value)
-    padded[: len(rows_)] = rows_
-    return padded
 
 
 def _align8(num_bytes: int) -> int:

@@ -26,6 +26,26 @@ def as_words(rows: Tensor) -> Tensor:
     return rows.view(_WORDS[width])
 
 
+def row_bytes(rows: Tensor | None) -> int:
+    """Return the bytes of one row of `[N, H]`, 0 if there are no rows at all."""
+    return 0 if rows is None else rows.size(1) * rows.element_size()
+
+
+def as_rows(data: Tensor, num_rows: int, like: Tensor) -> Tensor:
+    """View bytes as rows `[N, H]` of the dtype and the width of others."""
+    return data.view(like.dtype).view(num_rows, like.size(1))
+
+
+def pad(rows: Tensor, num_rows: int) -> Tensor:
+    """Add rows of -1, or of 0 where they are no integers, up to a number of rows."""
+    if len(rows) == num_rows:
+        return rows
+    value = 0 if rows.is_floating_point() else -1
+    padded = rows.new_full((num_rows, *rows.shape[1:]), value)
+    padded[: len(rows)] = rows
+    return padded
+
+
 class Memory:
     """One rank's segment, to be seen as rows of any dtype.
 
